@@ -1,0 +1,241 @@
+"""Predicted-KL step control (Section 2.3, Appendix A): q(D) of a proposal, the realised KL, budgets and the scale α.
+
+The probe evaluates W + a·D without forming D: y = x Wᵀ + a · (x Aᵀ)(−ηU)ᵀ. With `a` a dual number (0, tangent 1) the
+tangents of the logits are ż of Eq. 6 and the primal forward is unchanged to the bit; with `a` = ±1 the same forward gives
+finite differences. Hidden states are kept, logits are made for a few tokens at a time: no [tokens, vocabulary] tensor.
+"""
+
+import math
+from collections.abc import Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch.autograd import forward_ad
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from logra.linear import attached
+from logra.update import LowRankUpdate
+
+_CHUNK = 64                                                 # tokens whose logits exist at a time
+
+
+@dataclass(frozen=True)
+class Contexts:
+    """The predictions that a probe examines (the set 𝒫 of Eq. 5).
+
+    input_ids, attention_mask: int64 [b, t], right-padded. predictions: bool [b, t], True where the model's output at that
+    place predicted a generated token: the place before each one.
+    """
+
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+    predictions: torch.Tensor
+
+    @classmethod
+    def of_responses(cls, input_ids, attention_mask, response_mask) -> "Contexts":
+        """From a mask of the generated tokens themselves, [b, t]: it is shifted to the places that predict them."""
+        predictions = torch.zeros_like(response_mask, dtype=torch.bool)
+        predictions[:, :-1] = response_mask[:, 1:].bool()
+        return cls(input_ids, attention_mask, predictions)
+
+
+def predicted_kl(model, proposal, contexts: Contexts, method: str = "jvp", temperature: float = 1.0) -> float:
+    """q(D) of Eq. 6, in nats a prediction: α²q(D) approximates the mean KL between the policies before and after αD.
+
+    proposal: what `optimizer.propose()` returned, or a LowRankUpdate. method: "jvp" (forward-mode AD) or
+    "finite_difference" (two forwards at ±D; any attention). The model runs in eval mode and is restored, also after an
+    exception. Raises ValueError for no predictions, a temperature that is not positive, or an unknown method.
+    """
+    _check(contexts, temperature)
+    factors = _factors(model, proposal)
+    device = contexts.input_ids.device
+    if method == "jvp":
+        with _evaluating(model), _differentiable_attention(model), forward_ad.dual_level():
+            a = forward_ad.make_dual(torch.zeros((), device=device), torch.ones((), device=device))
+            h, logits, rates = _hidden(model, contexts, factors, a)
+            h, h_dot = forward_ad.unpack_dual(h)
+        h_dot = torch.zeros_like(h) if h_dot is None else h_dot
+        pairs = ((logits(h[i:i + _CHUNK]), rates(h_dot[i:i + _CHUNK])) for i in range(0, len(h), _CHUNK))
+    elif method == "finite_difference":
+        with _evaluating(model):
+            plus, logits, _ = _hidden(model, contexts, factors, 1.0)
+            minus, _, _ = _hidden(model, contexts, factors, -1.0)
+        ends = ((logits(plus[i:i + _CHUNK]), logits(minus[i:i + _CHUNK])) for i in range(0, len(plus), _CHUNK))
+        pairs = (((up + down) / 2, (up - down) / 2) for up, down in ends)
+    else:
+        raise ValueError(f"unknown method {method!r}: it is 'jvp' or 'finite_difference'")
+    total = 0.0
+    with torch.no_grad():
+        for z_nv, rate_nv in pairs:
+            p_nv = torch.softmax(z_nv / temperature, -1)
+            centred = rate_nv - (p_nv * rate_nv).sum(-1, keepdim=True)
+            total += float((p_nv * centred.square()).sum(-1).double().sum())
+    return total / (2 * int(contexts.predictions.sum()) * temperature ** 2)
+
+
+def realised_kl(model, proposal, contexts: Contexts, alpha: float = 1.0, temperature: float = 1.0, applied: bool = False) -> float:
+    """The mean KL(π_θ ‖ π_θ+αD) of Eq. 5 itself, over the full vocabulary, in nats a prediction.
+
+    applied: the weights contain αD already, so that the policy before is found by taking it away again. The rest as for `predicted_kl`.
+    """
+    _check(contexts, temperature)
+    factors = _factors(model, proposal)
+    with _evaluating(model):
+        before, logits, _ = _hidden(model, contexts, factors, -alpha if applied else 0.0)
+        after, _, _ = _hidden(model, contexts, factors, 0.0 if applied else alpha)
+        total = 0.0
+        for i in range(0, len(before), _CHUNK):
+            log_p = torch.log_softmax(logits(before[i:i + _CHUNK]).double() / temperature, -1)
+            log_q = torch.log_softmax(logits(after[i:i + _CHUNK]).double() / temperature, -1)
+            total += float((log_p.exp() * (log_p - log_q)).sum())
+    return total / len(before)
+
+
+def step_scale(q: float, budget: float, alpha_max: float) -> float:
+    """α = min(α_max, √(δ/q)) (Eq. 7); 1 for q = 0, where nothing is known to limit the step.
+
+    Raises FloatingPointError for a q that is NaN, infinite or negative, ValueError for a budget or α_max that is not positive.
+    """
+    if not (budget > 0 and alpha_max > 0):
+        raise ValueError(f"budget and alpha_max must be positive, but they are {budget} and {alpha_max}")
+    if not math.isfinite(q) or q < 0:
+        raise FloatingPointError(f"the predicted KL is {q}: no step can be scaled by it; skip the update and look at the proposal")
+    return min(alpha_max, math.sqrt(budget / q)) if q > 0 else 1.0
+
+
+@dataclass(frozen=True)
+class ConstantBudget:
+    """δ_u = delta, in nats a prediction."""
+
+    delta: float
+
+    def __call__(self, update: int) -> float:
+        return self.delta
+
+
+@dataclass(frozen=True)
+class CosineBudget:
+    """δ_u from `start` at update 1 to `end` at update `updates`, along half a cosine (Eq. 16); `end` from there on."""
+
+    start: float
+    end: float
+    updates: int
+
+    def __call__(self, update: int) -> float:
+        if self.updates < 2 or update >= self.updates:
+            return self.end
+        return self.end + (self.start - self.end) / 2 * (1 + math.cos(math.pi * (update - 1) / (self.updates - 1)))
+
+
+class KLControl:
+    """Chooses α for each proposal, and remembers what it was chosen from.
+
+    budget: a function of the update's number, from 1. alpha_max: the limit of Eq. 7. mismatch: subtract κ (Eq. 17).
+    method, temperature: as for `predicted_kl`. After `scale`: `q`, `budget_now` (δ_eff), `kappa`, `alpha`.
+    """
+
+    def __init__(self, budget, alpha_max: float = 3.0, mismatch: bool = False, method: str = "jvp", temperature: float = 1.0):
+        self.budget, self.alpha_max, self.mismatch, self.method, self.temperature = budget, alpha_max, mismatch, method, temperature
+        self.update, self.kappa = 1, 0.0
+        self.q = self.alpha = self.budget_now = math.nan
+        self._measured = False
+
+    def observe(self, rollout_logprobs, trainer_logprobs, mask) -> None:
+        """Take the mismatch of this update's batch (Eq. 17): rollout minus trainer log-probabilities, [b, t], over `mask`,
+        the generated tokens of responses that ended by themselves. No such token: nothing is subtracted this time."""
+        mask = mask.bool()
+        self._measured = bool(mask.any())
+        if self._measured:
+            mean = float((rollout_logprobs - trainer_logprobs)[mask].double().mean())
+            self.kappa = 0.7 * self.kappa + 0.3 * max(mean, 0.0)
+
+    def scale(self, model, proposal, contexts: Contexts) -> float:
+        """α of Eq. 7 for the budget of Eq. 17 (δ_eff = max(δ − κ, δ/2)), and on to the next update's budget.
+
+        Raises as `predicted_kl` and `step_scale` do, with nothing changed.
+        """
+        q = predicted_kl(model, proposal, contexts, self.method, self.temperature)
+        delta = self.budget(self.update)
+        effective = max(delta - self.kappa, 0.5 * delta) if self.mismatch and self._measured else delta
+        alpha = step_scale(q, effective, self.alpha_max)
+        self.q, self.budget_now, self.alpha, self._measured = q, effective, alpha, False
+        self.update += 1
+        return alpha
+
+    def state_dict(self) -> dict:
+        return {"update": self.update, "kappa": self.kappa}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.update, self.kappa = state["update"], state["kappa"]
+
+
+def _check(contexts, temperature):
+    if not contexts.predictions.any():
+        raise ValueError("no predictions to examine: contexts.predictions has no True place")
+    if not temperature > 0:
+        raise ValueError(f"temperature must be positive, but it is {temperature}")
+
+
+def _factors(model, proposal) -> dict[str, torch.Tensor]:
+    """F_dr with D_W = F A."""
+    sketches = attached(model)
+    if isinstance(proposal, LowRankUpdate):
+        return {name: matrix.factor() * math.sqrt(proposal.rank) for name, matrix in proposal.matrices.items()}
+    unknown = set(proposal) - set(sketches)
+    if unknown:
+        raise ValueError(f"the proposal names {sorted(unknown)[:3]}, which the model's sketches do not")
+    eta = getattr(proposal, "eta", 1.0)
+    return {name: U_dr * -eta for name, U_dr in proposal.items()}
+
+
+def _hidden(model, contexts, factors: Mapping, a):
+    """What the output head sees at the examined places, [n, h], and how to make float32 logits and their rates from it.
+
+    A model whose logits are more than a linear head of its last hidden states gives its logits, whole, instead.
+    """
+    inputs = dict(input_ids=contexts.input_ids, attention_mask=contexts.attention_mask)
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    with attached(model).perturbed(factors, a):
+        if head is not None and not _scales_logits(model):
+            out = model.base_model(**inputs, use_cache=False).last_hidden_state
+            logits, rates = (lambda h: head(h).float()), (lambda h: F.linear(h, head.weight).float())
+        else:
+            out = model(**inputs).logits
+            logits = rates = torch.Tensor.float
+    return out[contexts.predictions], logits, rates
+
+
+def _scales_logits(model) -> bool:
+    config = model.config.get_text_config() if hasattr(model, "config") else None
+    return any(getattr(config, field, None) for field in ("final_logit_softcapping", "logit_scale", "logits_scaling"))
+
+
+@contextmanager
+def _evaluating(model):
+    """Eval mode without gradients; each module's own mode is restored."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
+def _differentiable_attention(model):
+    """Forward AD has no kernel for fused attention, and flex attention drops tangents silently: plain attention inside."""
+    config = getattr(model, "config", None)
+    before = getattr(config, "_attn_implementation", None)
+    switch = before not in (None, "eager", "sdpa")
+    with sdpa_kernel(SDPBackend.MATH):
+        try:
+            if switch:
+                model.set_attn_implementation("eager")
+            yield
+        finally:
+            if switch:
+                model.set_attn_implementation(before)

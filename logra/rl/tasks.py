@@ -1,0 +1,166 @@
+"""Tasks: where prompts come from and how a response is judged.
+
+A task is any object with `.name`, `.size(split)`, `.problem(split, index)` and `.verify(response, problem)`; nothing in the
+library asks for more, so a user's own task is a class of her own. Two are here: `Sums`, the laptop learner's, and
+`ReasoningGym`, every generator of the package of that name. `task(name)` builds either.
+
+Two rules hold for both. A problem depends on (seed, split, index) alone, so a resumed run meets the same prompts. And no
+evaluation problem is a training problem: in `Sums` by construction, in `ReasoningGym` by exclusion.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import zlib
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal, Protocol
+
+Split = Literal["train", "evaluation"]
+SPLITS = ("train", "evaluation")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One prompt with its answer.
+
+    prompt   the text that the policy continues (a chat template, where one is used, is put around it by the rollout)
+    answer   the reference answer, as text
+    task     name of the task that made it
+    index    its index within its split
+    meta     whatever the verifier or an analysis needs besides
+    """
+
+    prompt: str
+    answer: str
+    task: str
+    index: int
+    meta: dict = field(default_factory=dict, compare=False)
+
+
+class Task(Protocol):
+    """What the training loop asks of a task."""
+
+    name: str
+
+    def size(self, split: Split) -> int | None:
+        """Number of distinct indices of the split; None when there is no end to them."""
+
+    def problem(self, split: Split, index: int) -> Problem:
+        """The problem at `index`, the same one whenever it is asked for."""
+
+    def verify(self, response: str, problem: Problem) -> float:
+        """Score in [0, 1]; 1 is correct. May raise: `rewards.score` counts that as a failure worth 0."""
+
+
+def check(split: str, index: int) -> None:
+    """Refuses a split that does not exist and a negative index. Raises ValueError."""
+    if split not in SPLITS:
+        raise ValueError(f"unknown split {split!r}; use one of {', '.join(SPLITS)}")
+    if index < 0:
+        raise ValueError(f"index is {index}; an index counts from 0")
+
+
+class Sums:
+    """Sums of three two-digit numbers: `47+85+36=`. The answer is what stands after the response's last `=`.
+
+    So `168` and `132+36=168` are both correct: a policy may answer at once or show its working first, and only the
+    last number counts. Leading zeros, blanks and signs are wrong. One sum in eight (by a checksum of its own text) belongs to
+    evaluation; training never draws those, whatever the seed.
+    """
+
+    name = "sums"
+
+    def __init__(self, seed: int = 0):
+        self.seed = seed
+
+    def size(self, split: Split) -> None:
+        return None
+
+    def problem(self, split: Split, index: int) -> Problem:
+        check(split, index)
+        draws = random.Random(f"{self.name}/{self.seed}/{split}/{index}")
+        while True:
+            terms = [draws.randint(10, 99) for _ in range(3)]
+            prompt = "+".join(map(str, terms)) + "="
+            if (zlib.crc32(prompt.encode()) % 8 == 0) == (split == "evaluation"):
+                return Problem(prompt, str(sum(terms)), self.name, index, {"terms": terms})
+
+    def verify(self, response: str, problem: Problem) -> float:
+        return float(response.rpartition("=")[2] == problem.answer)
+
+
+class ReasoningGym:
+    """A generator of the package reasoning_gym, with the paper's split (C.2) and the package's own scorer.
+
+    Item i of a generator depends on seed + i alone, so two seeds that lie close share items. One seed is used here: rows
+    [0, training) are the training candidates, of which the first of each question is kept; rows [training, training +
+    evaluation) are the evaluation candidates, of which those whose question is a training question are dropped.
+    Training indices wrap around (epochs); evaluation indices do not.
+
+    task         name of the generator, e.g. "chain_sum"
+    seed         base seed of the generator (the paper's counts come out with 1234)
+    training     candidate rows for training
+    evaluation   candidate rows for evaluation
+    config       fields of the generator's own configuration, e.g. max_terms=3
+
+    The score is the generator's `score_answer` of what stands inside the response's last <answer>…</answer>; a response without
+    the tags scores 0. Raises ValueError for a generator or a field that does not exist.
+    """
+
+    def __init__(self, task: str, seed: int = 1234, training: int = 5000, evaluation: int = 25, **config):
+        import reasoning_gym  # takes seconds to import, and `Sums` does not need it
+
+        self.name = f"reasoning_gym/{task}"
+        self.rows = {"train": range(training), "evaluation": range(training, training + evaluation)}
+        known = reasoning_gym.factory.DATASETS
+        if task not in known:
+            near = [name for name in sorted(known) if set(re.split("_", task)) & set(re.split("_", name))]
+            raise ValueError(f"reasoning_gym has no task {task!r}; similar: {', '.join(near) or 'none'}; there are {len(known)}")
+        try:
+            self.generator = reasoning_gym.create_dataset(task, seed=seed, size=training + evaluation, **config)
+        except (TypeError, AssertionError) as error:
+            raise ValueError(f"reasoning_gym task {task!r} refused the configuration {config}: {error}") from error
+
+    @cached_property
+    def kept(self) -> dict[str, list[int]]:
+        """Row numbers of each split, after exclusion. Generates every row once."""
+        first = {}
+        for row in self.rows["train"]:
+            first.setdefault(self.generator[row]["question"], row)
+        evaluation = [row for row in self.rows["evaluation"] if self.generator[row]["question"] not in first]
+        return {"train": list(first.values()), "evaluation": evaluation}
+
+    def size(self, split: Split) -> int:
+        check(split, 0)
+        return len(self.kept[split])
+
+    def problem(self, split: Split, index: int) -> Problem:
+        check(split, index)
+        size = self.size(split)
+        if size == 0 or (split == "evaluation" and index >= size):
+            raise IndexError(f"{self.name} has {size} {split} problems, index {index} was asked for; raise `{split}` candidates")
+        entry = self.generator[self.kept[split][index % size]]
+        return Problem(entry["question"], str(entry["answer"]), self.name, index, {"entry": entry})
+
+    def verify(self, response: str, problem: Problem) -> float:
+        from reasoning_gym.utils import extract_answer
+
+        answer = extract_answer(response, "answer")
+        return 0.0 if answer is None else float(self.generator.score_answer(answer, problem.meta["entry"]))
+
+
+def task(name: str, seed: int | None = None, **config) -> Task:
+    """Builds a task by name: "sums", or "reasoning_gym/<generator>" with the generator's own fields as keywords.
+
+    seed: of the problems; None takes the class's default. Raises ValueError for a name that is none of these.
+    """
+    if seed is not None:
+        config["seed"] = seed
+    if name == Sums.name:
+        return Sums(**config)
+    family, _, generator = name.partition("/")
+    if family == "reasoning_gym" and generator:
+        return ReasoningGym(generator, **config)
+    raise ValueError(f"unknown task {name!r}; use {Sums.name!r} or 'reasoning_gym/<generator>', or pass a task object of your own")

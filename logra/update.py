@@ -1,0 +1,114 @@
+"""LowRankUpdate: the one object that a step makes, the trainer applies and the rollout receives (Eq. 4, Algorithm 1).
+
+ΔW_dk = −αη U_dr A_rk. The factor is rounded once, row by row, to integers on a power-of-two scale. The entries of A without
+their unit 1/√r are ±1, so that each element of ΔW is a power of two times a sum of at most r small integers: float32 holds it
+exactly, in any order of summation, on any device, for any slice of rows or columns. (Gaussian entries need float64.)
+"""
+
+from collections.abc import Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from logra import projection as projections
+
+_INTEGERS = {8: torch.int8, 16: torch.int16}
+_CHUNK = 1 << 24                                            # elements of ΔW that are formed at a time (64 MiB)
+
+
+@dataclass(frozen=True)
+class MatrixUpdate:
+    """ΔW_dk = 2^exponent_d · integers_dr · entries_rk, with entries from `key` (see `logra.projection.entries`)."""
+
+    integers_dr: torch.Tensor                               # int8 or int16
+    exponent_d: torch.Tensor                                # int16
+    k: int
+    key: int
+
+    def factor(self) -> torch.Tensor:
+        """F_dr in float32, for which ΔW = F · entries."""
+        return self.integers_dr.float() * _power_of_two(self.exponent_d)[:, None]
+
+
+@dataclass(frozen=True)
+class LowRankUpdate:
+    """The update of every selected matrix at one step.
+
+    number: the update's number, from 1. projection, rank: as given to `attach`. bits: 8 or 16 of the rounded factor.
+    """
+
+    number: int
+    projection: str
+    rank: int
+    bits: int
+    matrices: dict[str, MatrixUpdate]
+
+    @classmethod
+    def round(cls, sketches: Mapping, factors: Mapping[str, torch.Tensor], bits: int = 8) -> "LowRankUpdate":
+        """Round ΔW_dk = F_dr A_rk. factors: float32 [d, r] by name. Raises ValueError for other bits, FloatingPointError for NaN or inf."""
+        if bits not in _INTEGERS:
+            raise ValueError(f"a factor is rounded to 8 or 16 bits, not {bits}")
+        unit = projections.unit(sketches.rank)
+        matrices = {name: MatrixUpdate(*_round_rows(F_dr.float() * unit, bits, name), sketches[name].k, sketches[name].key)
+                    for name, F_dr in factors.items()}
+        return cls(sketches.update, sketches.projection, sketches.rank, bits, matrices)
+
+    def dense(self, name: str, rows=None, columns=None) -> torch.Tensor:
+        """ΔW_dk in float32, exact, or the given rows and columns of it (slices or 1-D integer tensors)."""
+        matrix = self.matrices[name]
+        device = matrix.integers_dr.device
+        q_dr, exponent_d = matrix.integers_dr, matrix.exponent_d
+        if rows is not None:
+            q_dr, exponent_d = q_dr[rows], exponent_d[rows]
+        # 2^24 is where float32 stops holding every integer.
+        fits = self.projection != "gaussian" and (2 ** (self.bits - 1) - 1) * self.rank < 2 ** 24
+        dtype = torch.float32 if fits else torch.float64
+        E_rk = projections.entries(self.projection, self.rank, matrix.k, matrix.key, None, columns, dtype, device)
+        with _full_precision():
+            product = q_dr.to(dtype) @ E_rk
+        return product.mul_(_power_of_two(exponent_d).to(dtype)[:, None]).float()
+
+    def apply_to(self, name: str, weight: torch.Tensor, rows=None, columns=None) -> None:
+        """weight += ΔW[rows, columns] in place, in float32, a band of columns at a time. rows, columns: None or slices."""
+        if weight.dtype != torch.float32:
+            raise TypeError(f"{name} is stored in {weight.dtype}: an update is applied to float32 weights, since at the paper's "
+                            "step 99 % of a bfloat16 weight's entries would not move; load the model in float32 and compute under autocast")
+        start, stop, _ = (columns or slice(None)).indices(self.matrices[name].k)
+        band = max(64, _CHUNK // max(1, weight.shape[0]) // 64 * 64)
+        with torch.no_grad():
+            for first in range(start, stop, band):
+                last = min(first + band, stop)
+                weight[:, first - start:last - start] += self.dense(name, rows, slice(first, last)).to(weight.device)
+
+    def apply(self, sketches: Mapping) -> None:
+        """Add the update to the weights of all its matrices, in place (Eq. 4)."""
+        for name in self.matrices:
+            self.apply_to(name, sketches[name].weight.data)
+
+
+def _round_rows(F_dr: torch.Tensor, bits: int, name: str):
+    """Integers and exponents with F ≈ integers · 2^exponent, each row's exponent the least that fits."""
+    largest = 2 ** (bits - 1) - 1
+    peak_d = F_dr.abs().amax(1)
+    if not torch.isfinite(peak_d).all():
+        raise FloatingPointError(f"the update of {name} is not finite: nothing was applied")
+    exponent_d = torch.frexp(peak_d / largest).exponent.clamp(-126, 127)
+    integers_dr = (F_dr / _power_of_two(exponent_d)[:, None]).round_().clamp_(-largest, largest)
+    return integers_dr.to(_INTEGERS[bits]), exponent_d.to(torch.int16)
+
+
+def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
+    """2^exponent in float32, exact: the exponent is put into the bits, since pow and ldexp may round."""
+    return ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)
+
+
+@contextmanager
+def _full_precision():
+    """TF32 and its kin would drop bits of the integers: switched off inside, the caller's setting restored after."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
