@@ -178,16 +178,16 @@ def _check(contexts, temperature):
         raise ValueError(f"temperature must be positive, but it is {temperature}")
 
 
-def _factors(model, proposal) -> dict[str, torch.Tensor]:
-    """F_dr with D_W = F A."""
+def _factors(model, proposal) -> dict[str, tuple[torch.Tensor, int]]:
+    """(F_dr, key of A) with D_W = F A."""
     sketches = attached(model)
-    if isinstance(proposal, LowRankUpdate):
-        return {name: matrix.factor() * math.sqrt(proposal.rank) for name, matrix in proposal.matrices.items()}
-    unknown = set(proposal) - set(sketches)
+    unknown = set(proposal.matrices if isinstance(proposal, LowRankUpdate) else proposal) - set(sketches)
     if unknown:
         raise ValueError(f"the proposal names {sorted(unknown)[:3]}, which the model's sketches do not")
+    if isinstance(proposal, LowRankUpdate):                 # its own keys: the sketches have moved on once it is applied
+        return {name: (m.factor() * math.sqrt(proposal.rank), m.key) for name, m in proposal.matrices.items()}
     eta = getattr(proposal, "eta", 1.0)
-    return {name: U_dr * -eta for name, U_dr in proposal.items()}
+    return {name: (U_dr * -eta, sketches[name].key) for name, U_dr in proposal.items()}
 
 
 def _hidden(model, contexts, factors: Mapping, a):

@@ -22,7 +22,7 @@ class Sketch:
     def __init__(self, name: str, module: nn.Linear, owner: "Sketches"):
         self.name, self.module, self.owner = name, module, owner
         self.d, self.k = module.weight.shape
-        self.delta = None                                   # (a, F_dr) while a KL probe runs: y gains a · (x Aᵀ) Fᵀ
+        self.delta = None                                   # (a, F_dr, key) while a KL probe runs: y gains a · (x Aᵀ) Fᵀ
         self._S_dr = self._kept = self._anchor = None
 
     @property
@@ -51,11 +51,11 @@ class Sketch:
         return projection.matrix(self.owner.projection, self.rank, self.k, self.key, rows, columns, dtype,
                                  device or self.weight.device)
 
-    def project(self, X_tk: torch.Tensor) -> torch.Tensor:
+    def project(self, X_tk: torch.Tensor, key: int) -> torch.Tensor:
         """X Aᵀ · √r, [t, r], in X's dtype: the entries of A without their unit are exact in bfloat16."""
-        wanted = (self.key, X_tk.dtype, X_tk.device)
+        wanted = (key, X_tk.dtype, X_tk.device)
         if self._kept is None or self._kept[0] != wanted:
-            E_rk = projection.entries(self.owner.projection, self.rank, self.k, self.key, dtype=X_tk.dtype, device=X_tk.device)
+            E_rk = projection.entries(self.owner.projection, self.rank, self.k, key, dtype=X_tk.dtype, device=X_tk.device)
             self._kept = (wanted, E_rk) if self.owner.keep_projections else None
         else:
             E_rk = self._kept[1]
@@ -82,7 +82,7 @@ class _SketchedProduct(torch.autograd.Function):
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             x = x.to(dtype)
-        P_tr = sketch.project(x.reshape(-1, x.shape[-1]))   # kept in place of x
+        P_tr = sketch.project(x.reshape(-1, x.shape[-1]), sketch.key)   # kept in place of x
         ctx.save_for_backward(P_tr, weight)
         return F.linear(x, weight, bias)
 
@@ -108,9 +108,9 @@ class SketchedLinear(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         sketch = self.sketch
         if sketch.delta is not None:
-            a, F_dr = sketch.delta
+            a, F_dr, key = sketch.delta
             y = F.linear(x, self.weight, self.bias)
-            return y + a * F.linear(sketch.project(x), F_dr.to(y.dtype))
+            return y + a * F.linear(sketch.project(x, key), F_dr.to(y.dtype))
         if torch.is_grad_enabled():
             return _SketchedProduct.apply(x, self.weight, self.bias, sketch.anchor, sketch)
         if self.training and _under_reentrant_checkpoint():
@@ -180,11 +180,14 @@ class Sketches(Mapping):
                 sketch._S_dr.zero_()
 
     @contextmanager
-    def perturbed(self, factors: Mapping[str, torch.Tensor], a):
-        """Within it the forward is that of W + a · F A, never formed: y = x Wᵀ + a · (x Aᵀ) Fᵀ. `a` may be a dual scalar."""
+    def perturbed(self, factors: Mapping[str, tuple[torch.Tensor, int]], a):
+        """Within it the forward is that of W + a · F A, never formed: y = x Wᵀ + a · (x Aᵀ) Fᵀ.
+
+        factors: (F_dr, key of A) by name. a: a float or a dual scalar.
+        """
         try:
-            for name, F_dr in factors.items():
-                self[name].delta = (a, F_dr * projection.unit(self.rank))
+            for name, (F_dr, key) in factors.items():
+                self[name].delta = (a, F_dr * projection.unit(self.rank), key)
             yield
         finally:
             for sketch in self.values():
