@@ -26,7 +26,7 @@ import psutil
 import yaml
 
 from logra.paper.profiles import Task
-from logra.paper.provenance import CLASSES, ROOT, records_root
+from logra.paper.provenance import CLASSES, ROOT, canonical, records_root
 
 DEAD_KERNEL = 138            # papermill's exit code when the kernel died
 _LEFT_OUT = ("PYTHONHOME", "PYTHONSTARTUP", "MPLBACKEND", "MATPLOTLIBRC", "JUPYTER_PATH", "JUPYTER_CONFIG_PATH")
@@ -125,7 +125,7 @@ def _judge(task: Task, code: int, executed: Path, marker: Path, nonce: str, log:
     cells = []
     for cell in notebook.cells:
         if "injected-parameters" in cell.metadata.get("tags", []):
-            injected = {node.targets[0].id: _value(node.value) for node in ast.parse(cell.source).body}
+            injected = {node.targets[0].id: ast.literal_eval(node.value) for node in ast.parse(cell.source).body}
         elif cell.cell_type == "code" and cell.source.strip():
             cells.append(cell)
     for number, cell in enumerate(cells, 1):
@@ -139,7 +139,7 @@ def _judge(task: Task, code: int, executed: Path, marker: Path, nonce: str, log:
     for number, cell in enumerate(cells, 1):
         if cell.execution_count is None:
             raise NotebookFailed(f"code cell {number} of {len(cells)} did not run")
-    if injected != task.parameters or list(map(type, injected.values())) != [type(task.parameters[name]) for name in injected]:
+    if canonical(injected) != canonical(task.parameters):
         raise NotebookFailed(f"ran with parameters {injected}, wanted {task.parameters}")
     try:
         mark = json.loads(marker.read_text())
@@ -197,10 +197,6 @@ def _where(executed: Path) -> str:
     cells = [cell for cell in notebook.cells if cell.cell_type == "code" and "injected-parameters" not in cell.metadata.get("tags", [])]
     done = sum(cell.execution_count is not None for cell in cells)
     return f"{done} of {len(cells)} code cells had been started"
-
-
-def _value(node: ast.expr) -> Any:
-    return ast.literal_eval(node)
 
 
 def _lines(file: Path) -> list[dict[str, str]]:
