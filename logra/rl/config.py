@@ -1,0 +1,84 @@
+"""RunConfig: everything that one run depends on. Same configuration, same machine, same lock: same numbers."""
+
+import hashlib
+import json
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class RunConfig(BaseModel):
+    """One reinforcement-learning run. Values that the paper states are the defaults where a small model does not forbid it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = "run"                                       # what the record's folder begins with; no part of the run's identity
+    seed: int = 1
+
+    # what is trained, on what
+    model: str = "learner"                                  # "learner", a name that rl.models knows, or a Hugging Face folder
+    task: str = "sums"                                      # see rl.tasks
+    task_config: dict = {}
+    method: Literal["logra", "dense"] = "logra"
+    trainable: Literal["selected", "all"] = "selected"      # the attention and MLP projections alone, or the rest as well by AdamW
+    selected_above: int = Field(64, ge=1)                   # matrices with min(d, k) above it are selected, whatever the method
+
+    # the loop
+    updates: int = Field(200, ge=1)
+    prompts: int = Field(128, ge=1)                         # an update, one response each
+    micro_batch: int = Field(128, ge=1)                     # responses in a forward
+    max_new_tokens: int = Field(24, ge=1)
+    temperature: float = Field(1.0, gt=0)
+    importance_cap: float = Field(2.0, gt=0)                # min(π_train / π_rollout, cap)
+    baseline_decay: float = Field(0.9, ge=0, lt=1)          # b ← decay · b + (1 − decay) · the batch's mean reward
+    incorrect_reward: float = 0.0
+    binary_reward: bool = True
+    compute: Literal["float32", "bfloat16"] = "float32"     # weights are stored in float32 either way
+    checkpointing: bool = False                             # activation checkpointing, non-reentrant
+
+    # LoGRA
+    rank: int = Field(64, ge=1)
+    projection: Literal["rademacher", "gaussian", "hadamard"] = "rademacher"
+    refresh: bool = True
+    optimizer: Literal["rowadam", "sgd"] = "rowadam"
+    beta2: float = Field(0.95, ge=0, lt=1)                  # of RowAdam, and of AdamW
+    relative_step: float = Field(6e-5, gt=0)                # ‖ΔW‖/‖W‖ of a nominal step (Section 3.4.3)
+    bits: Literal[8, 16] = 8                                # of the update's rounded factor
+
+    # predicted-KL control
+    control: Literal["none", "constant", "cosine"] = "cosine"
+    budget: float = Field(2e-4, gt=0)                       # δ, or δ_max of Eq. 16, nats a prediction
+    budget_end: float = Field(2e-5, gt=0)                   # δ_min
+    budget_updates: int = Field(300, ge=1)                  # H
+    alpha_max: float = Field(3.0, gt=0)
+    mismatch: bool = True                                   # Eq. 17
+    probe: Literal["jvp", "finite_difference"] = "jvp"
+    probe_responses: int = Field(8, ge=1)                   # two for each of the paper's four training GPUs
+
+    # AdamW, of the dense method and of the rest that `trainable: all` adds
+    learning_rate: float = Field(1e-6, gt=0)
+    learning_rate_end: float = Field(1e-7, ge=0)
+    warmup: int = Field(9, ge=0)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    schedule_updates: int = Field(300, ge=1)
+
+    # evaluation (C.1) and checkpoints
+    evaluate_every: int = Field(5, ge=1)
+    evaluation_prompts: int = Field(128, ge=1)
+    evaluation_samples: int = Field(4, ge=1)
+    evaluation_temperature: float = Field(0.7, gt=0)
+    evaluation_top_p: float = Field(0.7, gt=0, le=1)
+    checkpoint_every: int = Field(50, ge=1)
+    threads: int = Field(1, ge=1)                           # of torch: another number sums in another order
+
+    @model_validator(mode="after")
+    def _rank_below_selection(self):
+        if self.method == "logra" and self.rank > self.selected_above:
+            raise ValueError(f"rank is {self.rank}, but matrices with min(d, k) above selected_above = {self.selected_above} "
+                             "are selected: set selected_above to at least the rank")
+        return self
+
+    def hash(self) -> str:
+        """12 hex digits that stand for everything but the name."""
+        text = json.dumps(self.model_dump(exclude={"name"}), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -1,0 +1,118 @@
+"""The two ways from a backward to new weights, with one interface: LoGRA, and dense AdamW as the paper's baseline."""
+
+import math
+
+import torch
+
+import logra
+from logra.rl.config import RunConfig
+from logra.rl.rollout import Rollout
+
+
+def selected(model, config: RunConfig) -> list[str]:
+    """Names of the matrices that both methods train: the same for every rank up to `selected_above`."""
+    names = list(logra.attach(model, config.selected_above))
+    logra.detach(model)
+    return names
+
+
+class AdamW:
+    """AdamW on float32 weights with a linear warm-up and a cosine to `learning_rate_end` (Table 4); no weight decay."""
+
+    def __init__(self, parameters, config: RunConfig):
+        self.config = config
+        self.optimizer = torch.optim.AdamW(parameters, lr=config.learning_rate, betas=(config.beta1, config.beta2), eps=1e-8, weight_decay=0.0)
+
+    def rate(self, update: int) -> float:
+        config = self.config
+        if update <= config.warmup:
+            return config.learning_rate * update / config.warmup
+        done = min(1.0, (update - config.warmup) / max(1, config.schedule_updates - config.warmup))
+        return config.learning_rate_end + (config.learning_rate - config.learning_rate_end) / 2 * (1 + math.cos(math.pi * done))
+
+    def step(self, update: int) -> dict:
+        (group,) = self.optimizer.param_groups
+        group["lr"] = self.rate(update)
+        gradients = [p.grad for p in group["params"] if p.grad is not None]
+        norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients))
+        if not math.isfinite(norm):
+            raise FloatingPointError(f"the gradient of update {update} is not finite: nothing was applied")
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return {"learning_rate": group["lr"], "gradient_norm": norm}
+
+
+class Dense:
+    """Ordinary gradients and AdamW, on the selected matrices or on everything."""
+
+    def __init__(self, model, config: RunConfig):
+        self.model, self.updates = model, 0
+        if config.trainable == "selected":
+            chosen = {f"{name}.weight" for name in selected(model, config)}
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(name in chosen)
+        self.adamw = AdamW([p for p in model.parameters() if p.requires_grad], config)
+
+    def update(self, timed, batch: Rollout, logprobs) -> dict:
+        self.updates += 1
+        with timed("update"):
+            return self.adamw.step(self.updates)
+
+    def state_dict(self) -> dict:
+        return {"updates": self.updates, "optimizer": self.adamw.optimizer.state_dict()}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.updates = state["updates"]
+        self.adamw.optimizer.load_state_dict(state["optimizer"])
+
+
+class LoGRA:
+    """Sketches, a sketch optimizer and the predicted-KL control; with `trainable: all`, AdamW on what is not sketched."""
+
+    def __init__(self, model, config: RunConfig):
+        self.model, self.config = model, config
+        self.sketches = logra.attach(model, config.rank, config.projection, config.seed, config.refresh, modules=selected(model, config),
+                                     freeze_rest=config.trainable == "selected", keep_projections=True)
+        step = dict(relative_step=config.relative_step, bits=config.bits)
+        self.optimizer = (logra.RowAdam(self.sketches, beta2=config.beta2, **step) if config.optimizer == "rowadam"
+                          else logra.SketchSGD(self.sketches, **step))
+        budget = (logra.CosineBudget(config.budget, config.budget_end, config.budget_updates) if config.control == "cosine"
+                  else logra.ConstantBudget(config.budget))
+        self.control = logra.KLControl(budget, config.alpha_max, config.mismatch, config.probe, config.temperature)
+        rest = [p for p in model.parameters() if p.requires_grad]
+        self.rest = AdamW(rest, config) if rest else None
+
+    def update(self, timed, batch: Rollout, logprobs) -> dict:
+        config, sketches = self.config, self.sketches
+        probe = batch[:config.probe_responses]
+        contexts = logra.Contexts.of_responses(probe.input_ids, probe.attention_mask, probe.response_mask)
+        with timed("update"):
+            proposal = self.optimizer.propose()
+            row = {"sketch_norm": math.sqrt(sum(float(s.S_dr.double().square().sum()) for s in sketches.values()))}
+        with timed("probe"):
+            trainer = torch.zeros_like(batch.logprobs).masked_scatter(batch.response_mask, logprobs)
+            self.control.observe(batch.logprobs, trainer, batch.response_mask & batch.complete[:, None])
+            if config.control == "none":
+                q, alpha = logra.predicted_kl(self.model, proposal, contexts, config.probe, config.temperature), 1.0
+            else:
+                alpha = self.control.scale(self.model, proposal, contexts)
+                q = self.control.q
+                row |= {"budget": self.control.budget_now, "kappa": self.control.kappa}
+        with timed("update"):
+            if self.rest is not None:
+                row |= self.rest.step(sketches.update)
+            update = self.optimizer.step(alpha)
+            self.optimizer.zero_grad()
+        with timed("probe"):
+            realised = logra.realised_kl(self.model, update, contexts, temperature=config.temperature, applied=True)
+        return row | {"alpha": alpha, "predicted_kl": alpha ** 2 * q, "realised_kl": realised}
+
+    def state_dict(self) -> dict:
+        rest = None if self.rest is None else self.rest.optimizer.state_dict()
+        return {"optimizer": self.optimizer.state_dict(), "control": self.control.state_dict(), "rest": rest}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.control.load_state_dict(state["control"])
+        if self.rest is not None:
+            self.rest.optimizer.load_state_dict(state["rest"])

@@ -1,0 +1,211 @@
+"""The training loop: one update a batch, from prompts to a row of metrics (Algorithm 1).
+
+    python -m logra.rl.train CONFIG.yaml [--folder RECORD] [--resume]
+
+A run's folder holds config.json, environment.json, metrics.parquet and timings.parquet (one row an update), evaluations.parquet;
+while it runs, log.jsonl, and a checkpoint from which --resume goes on bit for bit. Ctrl-C leaves a checkpoint behind.
+"""
+
+import argparse
+import json
+import math
+import platform
+import shutil
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pandas as pd
+import torch
+import yaml
+
+import logra
+from logra.rl import rewards
+from logra.rl.config import RunConfig
+from logra.rl.evaluate import evaluate
+from logra.rl.learner import load_base
+from logra.rl.loss import policy_loss, token_logprobs
+from logra.rl.methods import Dense, LoGRA
+from logra.rl.models import load
+from logra.rl.records import records_root, write_whole
+from logra.rl.rollout import generate, named_seed
+from logra.rl.tasks import task as make_task
+
+
+class Trainer:
+    """A run in one process. `step()` makes one update and returns its metrics; `state_dict()` is all that the next one depends on."""
+
+    def __init__(self, config: RunConfig):
+        self.config = config
+        self.model, self.tokenizer = load_base() if config.model == "learner" else load(config.model)
+        self.task = make_task(config.task, **config.task_config)
+        self.method = (LoGRA if config.method == "logra" else Dense)(self.model, config)
+        if config.checkpointing:
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.update, self.baseline = 0, 0.0
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def _timed(self, part: str):
+        start = time.perf_counter()
+        yield
+        self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - start
+
+    def step(self) -> dict:
+        """One update: sample, score, accumulate, propose, scale, apply. Raises FloatingPointError for a loss, a sketch or a
+        predicted KL that is not finite, with the weights unchanged."""
+        config, u = self.config, self.update + 1
+        self.seconds = {}
+        first = (u - 1) * config.prompts
+        problems = [self.task.problem("train", first + i) for i in range(config.prompts)]
+        with self._timed("rollout"):
+            self.model.eval()
+            batch = generate(self.model, self.tokenizer, [p.prompt for p in problems], named_seed(config.seed, "rollout", u),
+                             config.max_new_tokens, config.temperature)
+        with self._timed("reward"):
+            scores = rewards.score(self.task, problems, batch.texts, config.incorrect_reward, config.binary_reward)
+        reward = torch.tensor(scores.rewards)
+        advantages = (reward - self.baseline).to(batch.input_ids.device)
+        tokens = int(batch.response_mask.sum())
+        with self._timed("train"):
+            self.model.train()
+            loss, logprobs = self._backward(batch, advantages, tokens)
+            self.model.eval()
+        if not math.isfinite(loss):
+            raise FloatingPointError(f"the loss of update {u} is {loss}: nothing was applied")
+        row = {"update": u, "reward": float(reward.mean()), "baseline": self.baseline, "loss": loss,
+               "length": tokens / len(batch), "truncated": float((~batch.complete).double().mean()), "tokens": tokens,
+               "verifier_failures": scores.failures, "mismatch": float((batch.logprobs[batch.response_mask] - logprobs).double().mean())}
+        row |= self.method.update(self._timed, batch, logprobs)
+        self.baseline = config.baseline_decay * self.baseline + (1 - config.baseline_decay) * float(reward.mean())
+        self.update = u
+        return row
+
+    def _backward(self, batch, advantages, tokens) -> tuple[float, torch.Tensor]:
+        """Every micro-batch's backward: the batch's loss, and log π of its generated tokens."""
+        config, device = self.config, batch.input_ids.device.type
+        loss, logprobs = 0.0, []
+        for start in range(0, len(batch), config.micro_batch):
+            rows = slice(start, start + config.micro_batch)
+            micro = batch[rows]
+            with torch.autocast(device, torch.bfloat16, enabled=config.compute == "bfloat16"):
+                logprob = token_logprobs(self.model, micro.input_ids, micro.attention_mask, micro.response_mask, config.temperature)
+            share = policy_loss(logprob, micro, advantages[rows], tokens, config.importance_cap)
+            share.backward()
+            loss += share.item()
+            logprobs.append(logprob.detach())
+        return loss, torch.cat(logprobs)
+
+    def evaluate(self) -> dict:
+        self.model.eval()
+        return evaluate(self.model, self.tokenizer, self.task, self.config, self.update)
+
+    def state_dict(self) -> dict:
+        return {"update": self.update, "baseline": self.baseline, "model": self.model.state_dict(), "method": self.method.state_dict()}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.update, self.baseline = state["update"], state["baseline"]
+        self.model.load_state_dict(state["model"])
+        self.method.load_state_dict(state["method"])
+
+
+def run(config: RunConfig, folder: Path, resume: bool = True) -> Path:
+    """Make the record of one run in `folder`, from its checkpoint if there is one and `resume` is on. Returns the folder.
+
+    Raises FileExistsError if the folder holds another run, or this one when resume is off.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(config.model_dump(), indent=1, sort_keys=True) + "\n"
+    written = folder / "config.json"
+    if written.exists() and (not resume or RunConfig(**json.loads(written.read_text())).hash() != config.hash()):
+        raise FileExistsError(f"{folder} holds {'another' if resume else 'a'} run: give another folder, or --resume to go on with the same configuration")
+    if (folder / "metrics.parquet").exists():
+        return folder
+    write_whole(written, text)
+    torch.set_num_threads(config.threads)
+    torch.use_deterministic_algorithms(True)
+    trainer, log = Trainer(config), folder / "log.jsonl"
+    rows = _restore(trainer, folder, log)
+    write_whole(folder / "environment.json", json.dumps(_environment(), indent=1) + "\n")
+    start, done = time.perf_counter(), trainer.update
+    with log.open("a") as stream:
+        def note(kind, row):
+            rows.append({"kind": kind, **row})
+            stream.write(json.dumps(rows[-1]) + "\n")
+            stream.flush()
+
+        try:
+            if not any(row["kind"] == "evaluation" for row in rows):
+                note("evaluation", trainer.evaluate())
+            while trainer.update < config.updates:
+                began = time.perf_counter()
+                row = trainer.step()
+                note("metrics", row)
+                note("timings", {"update": trainer.update, **trainer.seconds, "total": time.perf_counter() - began})
+                if trainer.update % config.evaluate_every == 0 or trainer.update == config.updates:
+                    note("evaluation", trainer.evaluate())
+                if trainer.update % config.checkpoint_every == 0:
+                    _save(trainer, folder)
+                rate = (time.perf_counter() - start) / (trainer.update - done)
+                _progress(row, trainer, rate * (config.updates - trainer.update), rows)
+        except KeyboardInterrupt:
+            print(f"\nstopped after update {trainer.update} of {config.updates}; --resume goes on from the last checkpoint", file=sys.stderr)
+            raise
+    for kind, name in (("evaluation", "evaluations"), ("timings", "timings"), ("metrics", "metrics")):   # metrics last: it marks the record as whole
+        frame = pd.DataFrame([row for row in rows if row["kind"] == kind]).drop(columns="kind")
+        frame.to_parquet(folder / f".{name}.aside")
+        (folder / f".{name}.aside").replace(folder / f"{name}.parquet")
+    log.unlink()
+    shutil.rmtree(folder / "checkpoint", ignore_errors=True)
+    return folder
+
+
+def _save(trainer: Trainer, folder: Path) -> None:
+    aside = folder / ".checkpoint.aside"
+    torch.save(trainer.state_dict(), aside)
+    (folder / "checkpoint").mkdir(exist_ok=True)
+    aside.replace(folder / "checkpoint" / "state.pt")
+
+
+def _restore(trainer: Trainer, folder: Path, log: Path) -> list[dict]:
+    """Load the checkpoint, if there is one, and the rows up to it; what was logged after it is made again."""
+    state, rows = folder / "checkpoint" / "state.pt", []
+    if state.exists():
+        trainer.load_state_dict(torch.load(state, weights_only=True))
+        rows = [json.loads(line) for line in log.read_text().splitlines() if line.endswith("}")]
+        rows = [row for row in rows if row["update"] <= trainer.update]
+    log.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return rows
+
+
+def _progress(row, trainer, left, rows) -> None:
+    evaluations = [r for r in rows if r["kind"] == "evaluation"]
+    kl = f"KL {row['predicted_kl']:.1e} → {row['realised_kl']:.1e}  α {row['alpha']:.2f}  " if "alpha" in row else ""
+    print(f"update {row['update']}/{trainer.config.updates}  reward {row['reward']:.3f}  {kl}length {row['length']:.1f}  "
+          f"{row['tokens'] / sum(trainer.seconds.values()):.0f} tokens/s  Pass@1 {evaluations[-1]['pass_at_1']:.3f}  {left:.0f} s left", flush=True)
+
+
+def _environment() -> dict:
+    return {"python": platform.python_version(), "torch": torch.__version__, "logra": logra.__version__, "machine": platform.machine(),
+            "command": " ".join(sys.argv), "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m logra.rl.train", description=__doc__.splitlines()[0])
+    parser.add_argument("config", type=Path, help="a YAML or JSON file with the fields of RunConfig")
+    parser.add_argument("--folder", type=Path, help="the record's folder (default: records/NAME-HASH)")
+    parser.add_argument("--resume", action="store_true", help="go on from the folder's checkpoint")
+    options = parser.parse_args(arguments)
+    config = RunConfig(**(yaml.safe_load(options.config.read_text()) or {}))
+    folder = options.folder or records_root() / f"{config.name}-{config.hash()}"
+    try:
+        print(run(config, folder, options.resume))
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
