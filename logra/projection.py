@@ -42,7 +42,8 @@ def key(seed: int, update: int, name: str) -> int:
 def matrix(kind, rank, k, key, rows=None, columns=None, dtype=torch.float32, device="cpu") -> torch.Tensor:
     """The projection A_rk, [rank, k], or the given rows and columns of it (slices or 1-D integer tensors).
 
-    Raises ValueError for an unknown kind, a rank below 1, or a `hadamard` that does not exist (rank > k, or no known order k).
+    Raises ValueError for an unknown kind, a rank below 1, an index outside the matrix, or a `hadamard` that does not exist
+    (rank > k, or no known order k); TypeError for an index of another type.
     """
     A_rk = entries(kind, rank, k, key, rows, columns, torch.float32, device).mul_(unit(rank))
     return A_rk.to(dtype)
@@ -73,8 +74,12 @@ def entries(kind, rank, k, key, rows=None, columns=None, dtype=torch.float32, de
 def _span(index, size, device):
     """An index as (its elements, the first, the last + 1); a slice, None for all, or a 1-D integer tensor."""
     if index is None or isinstance(index, slice):
-        index = torch.arange(*(index or slice(None)).indices(size))
-    index = torch.as_tensor(index, dtype=torch.int64)
+        span = range(size)[index or slice(None)]              # as Python reads a slice, the empty ones too
+        index = torch.arange(len(span)) * span.step + span.start
+    index = torch.as_tensor(index)
+    if index.dim() != 1 or index.dtype == torch.bool or index.is_floating_point():
+        raise TypeError(f"rows and columns are slices or 1-D integer tensors, but one is {tuple(index.shape)} of {index.dtype}")
+    index = index.to(torch.int64)
     if not index.numel():
         return index.to(device), 0, 0
     first, last = int(index.min()), int(index.max())
