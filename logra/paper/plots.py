@@ -79,14 +79,13 @@ def _stamp(fig: Figure, text: str) -> Bbox:
     for old in [artist for artist in fig.texts if artist.get_gid() == _STAMP]:
         old.remove()
     fig.draw_without_rendering()                          # lays the axes out
-    renderer = fig.canvas.get_renderer()
     width, height = fig.get_size_inches()
-    drawn = Bbox.union([fig.get_tightbbox(renderer), Bbox.from_bounds(0, 0, width, height)])
+    drawn = Bbox.union([fig.get_tightbbox(), Bbox.from_bounds(0, 0, width, height)])
     gap = 0.03
     stamp = fig.text(0.05 / width, (drawn.y0 - gap) / height, text, ha="left", va="top", fontsize=6, color="#555555", linespacing=1.15, gid=_STAMP)
     stamp.set_in_layout(False)                            # the layout is done: the stamp must not move it
     limit, columns = (width - 0.1) * fig.dpi, len(text)
-    while (extent := stamp.get_window_extent(renderer)).width > limit and columns > 12:
+    while (extent := stamp.get_window_extent()).width > limit and columns > 12:
         columns -= 2
         stamp.set_text(textwrap.fill(text, columns))
     return Bbox([[drawn.x0, extent.y0 / fig.dpi - gap], [drawn.x1, drawn.y1]])

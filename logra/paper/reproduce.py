@@ -101,9 +101,9 @@ class Reproduction:
             artifact = manifest.setdefault(Path(name).stem, entry | {"outputs": {}, "class": result.classes[name]})
             artifact["outputs"][self._label(name)] = outputs[self._label(name)]
         self._state(task).unlink(missing_ok=True)            # from here until the end, an interruption means: run it again
+        _write(self._page(task), page)
         _move_in({result.figures / name: self.figures / name for name in task.outputs})
         _write(self.manifest, provenance.canonical(manifest) + "\n")
-        _write(self._page(task), page)
         _write(self._state(task), provenance.canonical(entry) + "\n")
         differ = sum(before.get(label) != digest for label, digest in outputs.items())
         if not before.keys() & outputs.keys():
