@@ -2,7 +2,8 @@
 
 ΔW_dk = −αη U_dr A_rk. The factor is rounded once, row by row, to integers on a power-of-two scale. The entries of A without
 their unit 1/√r are ±1, so that each element of ΔW is a power of two times a sum of at most r small integers: float32 holds it
-exactly, in any order of summation, on any device, for any slice of rows or columns. (Gaussian entries need float64.)
+exactly, in any order of summation, on any device, for any slice of rows or columns. (Gaussian entries, and 16 bits at a rank
+above 511, are summed exactly in float64 and rounded once.)
 """
 
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ _CHUNK = 1 << 24                                            # elements of ΔW th
 
 @dataclass(frozen=True)
 class MatrixUpdate:
-    """ΔW_dk = 2^exponent_d · integers_dr · entries_rk, with entries from `key` (see `logra.projection.entries`)."""
+    """ΔW_dk = 2^exponent_d · integers_dr · entries_rk, with the entries of `key` (see `logra.projection.entries`)."""
 
     integers_dr: torch.Tensor                               # int8 or int16
     exponent_d: torch.Tensor                                # int16
@@ -55,7 +56,7 @@ class LowRankUpdate:
         return cls(sketches.update, sketches.projection, sketches.rank, bits, matrices)
 
     def dense(self, name: str, rows=None, columns=None) -> torch.Tensor:
-        """ΔW_dk in float32, exact, or the given rows and columns of it (slices or 1-D integer tensors)."""
+        """ΔW_dk in float32, or the given rows and columns of it (slices or 1-D integer tensors): the same bits in any slice."""
         matrix = self.matrices[name]
         device = matrix.integers_dr.device
         q_dr, exponent_d = matrix.integers_dr, matrix.exponent_d
@@ -84,16 +85,17 @@ class LowRankUpdate:
     def apply(self, sketches: Mapping) -> None:
         """Add the update to the weights of all its matrices, in place (Eq. 4)."""
         for name in self.matrices:
-            self.apply_to(name, sketches[name].weight.data)
+            self.apply_to(name, sketches[name].weight)
 
 
 def _round_rows(F_dr: torch.Tensor, bits: int, name: str):
     """Integers and exponents with F ≈ integers · 2^exponent, each row's exponent the least that fits."""
     largest = 2 ** (bits - 1) - 1
     peak_d = F_dr.abs().amax(1)
-    if not torch.isfinite(peak_d).all():
+    if not torch.isfinite(peak_d * (2 * F_dr.shape[1])).all():          # a sum of r entries has to be finite too
         raise FloatingPointError(f"the update of {name} is not finite: nothing was applied")
-    exponent_d = torch.frexp(peak_d / largest).exponent.clamp(-126, 127)
+    mantissa_d, exponent_d = torch.frexp(peak_d / largest)              # mantissa in [1/2, 1)
+    exponent_d = (exponent_d - (mantissa_d == 0.5).int()).clamp(-126, 127)
     integers_dr = (F_dr / _power_of_two(exponent_d)[:, None]).round_().clamp_(-largest, largest)
     return integers_dr.to(_INTEGERS[bits]), exponent_d.to(torch.int16)
 
@@ -105,10 +107,13 @@ def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _full_precision():
-    """TF32 and its kin would drop bits of the integers: switched off inside, the caller's setting restored after."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
+    """TF32 and its kin would drop bits of the integers: switched off inside, the caller's settings restored after."""
+    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    before = [backend.fp32_precision for backend in backends]
     try:
+        for backend in backends:
+            backend.fp32_precision = "ieee"
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        for backend, precision in zip(backends, before):
+            backend.fp32_precision = precision
