@@ -6,6 +6,7 @@ finite differences. Hidden states are kept, logits are made for a few tokens at 
 """
 
 import math
+import warnings
 from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from logra.linear import attached
+from logra.linear import SketchedLinear, attached
+from logra.projection import unit
 from logra.update import LowRankUpdate
 
 _CHUNK = 64                                                 # tokens whose logits exist at a time
@@ -46,14 +48,17 @@ def predicted_kl(model, proposal, contexts: Contexts, method: str = "jvp", tempe
 
     proposal: what `optimizer.propose()` returned, or a LowRankUpdate. method: "jvp" (forward-mode AD) or
     "finite_difference" (two forwards at ±D; any attention). The model runs in eval mode and is restored, also after an
-    exception. Raises ValueError for no predictions, a temperature that is not positive, or an unknown method.
+    exception. Finite differences need a float32 forward: in bfloat16 a small step is lost in rounding. Raises ValueError for no
+    predictions, left padding, a temperature that is not positive, or an unknown method.
     """
     _check(contexts, temperature)
     factors = _factors(model, proposal)
     device = contexts.input_ids.device
     if method == "jvp":
         with _evaluating(model), _differentiable_attention(model), forward_ad.dual_level():
-            a = forward_ad.make_dual(torch.zeros((), device=device), torch.ones((), device=device))
+            with warnings.catch_warnings():                 # torch's first dual number uses its own deprecated torch.jit.script
+                warnings.simplefilter("ignore", DeprecationWarning)
+                a = forward_ad.make_dual(torch.zeros((), device=device), torch.ones((), device=device))
             h, logits, rates = _hidden(model, contexts, factors, a)
             h, h_dot = forward_ad.unpack_dual(h)
         h_dot = torch.zeros_like(h) if h_dot is None else h_dot
@@ -102,7 +107,7 @@ def step_scale(q: float, budget: float, alpha_max: float) -> float:
         raise ValueError(f"budget and alpha_max must be positive, but they are {budget} and {alpha_max}")
     if not math.isfinite(q) or q < 0:
         raise FloatingPointError(f"the predicted KL is {q}: no step can be scaled by it; skip the update and look at the proposal")
-    return min(alpha_max, math.sqrt(budget / q)) if q > 0 else 1.0
+    return min(alpha_max, math.sqrt(budget / q) if q > 0 else 1.0)
 
 
 @dataclass(frozen=True)
@@ -149,6 +154,9 @@ class KLControl:
         self._measured = bool(mask.any())
         if self._measured:
             mean = float((rollout_logprobs - trainer_logprobs)[mask].double().mean())
+            if not math.isfinite(mean):
+                raise FloatingPointError(f"the mean of rollout minus trainer log-probabilities is {mean}: look for a token that one side "
+                                         "gives no probability, as top-p < 1 does")
             self.kappa = 0.7 * self.kappa + 0.3 * max(mean, 0.0)
 
     def scale(self, model, proposal, contexts: Contexts) -> float:
@@ -172,33 +180,36 @@ class KLControl:
 
 
 def _check(contexts, temperature):
+    mask = contexts.attention_mask.bool()
     if not contexts.predictions.any():
         raise ValueError("no predictions to examine: contexts.predictions has no True place")
+    if (mask[:, 1:] & ~mask[:, :-1]).any() or (contexts.predictions & ~mask).any():
+        raise ValueError("contexts are padded on the right, and no prediction lies in the padding: positions count from the first column")
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, but it is {temperature}")
 
 
 def _factors(model, proposal) -> dict[str, tuple[torch.Tensor, int]]:
-    """(F_dr, key of A) with D_W = F A."""
+    """(F_dr, key of A) with D_W = F · entries of A. A step moves the sketches on to the next A: a proposal knows its own."""
     sketches = attached(model)
     unknown = set(proposal.matrices if isinstance(proposal, LowRankUpdate) else proposal) - set(sketches)
     if unknown:
         raise ValueError(f"the proposal names {sorted(unknown)[:3]}, which the model's sketches do not")
-    if isinstance(proposal, LowRankUpdate):                 # its own keys: the sketches have moved on once it is applied
-        return {name: (m.factor() * math.sqrt(proposal.rank), m.key) for name, m in proposal.matrices.items()}
-    eta = getattr(proposal, "eta", 1.0)
-    return {name: (U_dr * -eta, sketches[name].key) for name, U_dr in proposal.items()}
+    if isinstance(proposal, LowRankUpdate):
+        return {name: (m.factor(), m.key) for name, m in proposal.matrices.items()}
+    scale, number = -getattr(proposal, "eta", 1.0) * unit(sketches.rank), getattr(proposal, "number", sketches.update)
+    return {name: (U_dr * scale, sketches[name].key_at(number)) for name, U_dr in proposal.items()}
 
 
 def _hidden(model, contexts, factors: Mapping, a):
     """What the output head sees at the examined places, [n, h], and how to make float32 logits and their rates from it.
 
-    A model whose logits are more than a linear head of its last hidden states gives its logits, whole, instead.
+    A model whose logits are more than a fixed linear head of its last hidden states gives its logits, whole, instead.
     """
     inputs = dict(input_ids=contexts.input_ids, attention_mask=contexts.attention_mask)
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     with attached(model).perturbed(factors, a):
-        if head is not None and not _scales_logits(model):
+        if head is not None and not isinstance(head, SketchedLinear) and not _scales_logits(model):
             out = model.base_model(**inputs, use_cache=False).last_hidden_state
             logits, rates = (lambda h: head(h).float()), (lambda h: F.linear(h, head.weight).float())
         else:
@@ -214,11 +225,11 @@ def _scales_logits(model) -> bool:
 
 @contextmanager
 def _evaluating(model):
-    """Eval mode without gradients; each module's own mode is restored."""
+    """Eval mode, uncompiled, without gradients; each module's own mode is restored."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.compiler.set_stance("force_eager"), torch.no_grad():
             yield
     finally:
         for module in training:

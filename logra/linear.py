@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointFunction
 
-from logra import projection
+from logra import projection as projections
 
 
 class Sketch:
@@ -22,7 +22,7 @@ class Sketch:
     def __init__(self, name: str, module: nn.Linear, owner: "Sketches"):
         self.name, self.module, self.owner = name, module, owner
         self.d, self.k = module.weight.shape
-        self.delta = None                                   # (a, F_dr, key) while a KL probe runs: y gains a · (x Aᵀ) Fᵀ
+        self.delta = None                                   # (a, F_dr, key) while a KL probe runs: see Sketches.perturbed
         self._S_dr = self._kept = self._anchor = None
 
     @property
@@ -35,8 +35,12 @@ class Sketch:
 
     @property
     def key(self) -> int:
-        """The key of the projection that is in use: it changes with every update, unless `refresh` is off."""
-        return projection.key(self.owner.seed, self.owner.update if self.owner.refresh else 0, self.name)
+        """The key of the projection that is in use."""
+        return self.key_at(self.owner.update)
+
+    def key_at(self, update: int) -> int:
+        """The key of update number `update`: another one for each, unless `refresh` is off."""
+        return projections.key(self.owner.seed, update if self.owner.refresh else 0, self.name)
 
     @property
     def S_dr(self) -> torch.Tensor:
@@ -48,24 +52,24 @@ class Sketch:
 
     def A_rk(self, rows=None, columns=None, dtype=torch.float32, device=None) -> torch.Tensor:
         """The projection in use, or a slice of it: hashed anew at each call."""
-        return projection.matrix(self.owner.projection, self.rank, self.k, self.key, rows, columns, dtype,
-                                 device or self.weight.device)
+        return projections.matrix(self.owner.projection, self.rank, self.k, self.key, rows, columns, dtype,
+                                  device or self.weight.device)
 
     def project(self, X_tk: torch.Tensor, key: int) -> torch.Tensor:
-        """X Aᵀ · √r, [t, r], in X's dtype: the entries of A without their unit are exact in bfloat16."""
-        wanted = (key, X_tk.dtype, X_tk.device)
+        """X Aᵀ · √r, [t, r], in float32 also where X is narrower, or else the sketch would lose what X still holds."""
+        dtype = torch.promote_types(X_tk.dtype, torch.float32)
+        wanted = (key, dtype, X_tk.device)
         if self._kept is None or self._kept[0] != wanted:
-            E_rk = projection.entries(self.owner.projection, self.rank, self.k, key, dtype=X_tk.dtype, device=X_tk.device)
+            E_rk = projections.entries(self.owner.projection, self.rank, self.k, key, dtype=dtype, device=X_tk.device)
             self._kept = (wanted, E_rk) if self.owner.keep_projections else None
         else:
             E_rk = self._kept[1]
-        return X_tk @ E_rk.T
+        with torch.autocast(X_tk.device.type, enabled=False):
+            return X_tk.to(dtype) @ E_rk.T
 
     def add(self, dY_td: torch.Tensor, P_tr: torch.Tensor) -> None:
         """S += dYᵀ (X Aᵀ): one micro-batch's contribution to Eq. 2, accumulated in float32."""
-        if dY_td.dtype != torch.float32:
-            dY_td, P_tr = dY_td.float(), P_tr.float()
-        self.S_dr.addmm_(dY_td.T, P_tr, alpha=projection.unit(self.rank))
+        self.S_dr.addmm_(dY_td.float().T, P_tr.float(), alpha=projections.unit(self.rank))
 
     @property
     def anchor(self) -> torch.Tensor:
@@ -109,8 +113,8 @@ class SketchedLinear(nn.Linear):
         sketch = self.sketch
         if sketch.delta is not None:
             a, F_dr, key = sketch.delta
-            y = F.linear(x, self.weight, self.bias)
-            return y + a * F.linear(sketch.project(x, key), F_dr.to(y.dtype))
+            y, P_tr = F.linear(x, self.weight, self.bias), sketch.project(x, key)
+            return y + (a * F.linear(P_tr, F_dr.to(P_tr.dtype))).to(y.dtype)
         if torch.is_grad_enabled():
             return _SketchedProduct.apply(x, self.weight, self.bias, sketch.anchor, sketch)
         if self.training and _under_reentrant_checkpoint():
@@ -157,6 +161,7 @@ class Sketches(Mapping):
         self.update = 1
         self._sketches: dict[str, Sketch] = {}
         self._coverage = Coverage()
+        self._frozen: list[nn.Parameter] = []               # what attach froze, for detach
 
     def __getitem__(self, name: str) -> Sketch:
         return self._sketches[name]
@@ -181,13 +186,13 @@ class Sketches(Mapping):
 
     @contextmanager
     def perturbed(self, factors: Mapping[str, tuple[torch.Tensor, int]], a):
-        """Within it the forward is that of W + a · F A, never formed: y = x Wᵀ + a · (x Aᵀ) Fᵀ.
+        """Within it the forward is that of W + a · F E, never formed: y = x Wᵀ + a · (x Eᵀ) Fᵀ, with E = √r A, A's entries.
 
         factors: (F_dr, key of A) by name. a: a float or a dual scalar.
         """
         try:
             for name, (F_dr, key) in factors.items():
-                self[name].delta = (a, F_dr * projection.unit(self.rank), key)
+                self[name].delta = (a, F_dr, key)
             yield
         finally:
             for sketch in self.values():
@@ -215,32 +220,27 @@ def attach(model: nn.Module, rank: int, projection: str = "rademacher", seed: in
     if not isinstance(rank, int) or rank < 1:
         raise ValueError(f"rank must be a positive integer, but it is {rank!r}")
     sketches = Sketches(model, rank, projection, seed, refresh, keep_projections)
-    chosen = _choose(model, sketches, None if modules is None else set(modules))
+    chosen = _choose(model, sketches, None if modules is None else set(map(projections.canonical_name, modules)))
     for module in chosen.values():                          # raises here, before anything is changed
-        projection_check(projection, rank, module.in_features)
-    for parameter in model.parameters() if freeze_rest else ():
-        _freeze(parameter)
+        projections.entries(projection, rank, module.in_features, key=0, rows=slice(0, 1), columns=slice(0, 1))
+    weights = [module.weight for module in chosen.values()]
+    sketches._frozen = [p for p in (model.parameters() if freeze_rest else weights) if p.requires_grad]
+    for parameter in sketches._frozen:
+        parameter.requires_grad_(False)
     for name, module in chosen.items():
-        _freeze(module.weight)
         module.__class__ = SketchedLinear
         module.sketch = sketches._sketches[name] = Sketch(name, module, sketches)
     return sketches
-
-
-def projection_check(kind: str, rank: int, k: int) -> None:
-    projection.entries(kind, rank, k, key=0, rows=slice(0, 1), columns=slice(0, 1))
 
 
 def detach(model: nn.Module) -> None:
     """Undo `attach`: plain nn.Linear modules again, with the weights as they are and `requires_grad` as it was."""
     for module in model.modules():
         if isinstance(module, SketchedLinear):
+            for parameter in module.sketch.owner._frozen:
+                parameter.requires_grad_(True)
             module.__class__ = nn.Linear
             del module.sketch
-    for parameter in model.parameters():
-        if getattr(parameter, "_logra_frozen", False):
-            parameter.requires_grad_(True)
-            del parameter._logra_frozen
 
 
 def attached(model: nn.Module) -> Sketches:
@@ -251,26 +251,21 @@ def attached(model: nn.Module) -> Sketches:
     raise ValueError(f"this {type(model).__name__} has no sketches: call logra.attach(model, rank=...) first")
 
 
-def _freeze(parameter: nn.Parameter) -> None:
-    if parameter.requires_grad:
-        parameter.requires_grad_(False)
-        parameter._logra_frozen = True
-
-
 def _choose(model, sketches, wanted) -> dict[str, nn.Linear]:
     """The modules to sketch, by canonical name; fills the coverage table on the way."""
-    blocks = _decoder_blocks(model)
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    inner = next((module for module in model.modules() if hasattr(module, "get_decoder")), model)    # without its wrappers
+    blocks = _decoder_blocks(model, inner)
+    head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
     chosen = {}
     for full, module in model.named_modules():
-        weight = getattr(module, "weight", None)
-        if not isinstance(weight, torch.Tensor) or weight.dim() < 2:
-            continue
-        name = projection.canonical_name(full)
-        why = _why_not(module, full, blocks, head, sketches.rank) if wanted is None else _why_not_named(module, name, wanted)
-        sketches._coverage.append(CoverageRow(name, type(module).__name__, tuple(weight.shape), not why, why))
-        if not why:
-            chosen[name] = module
+        for part, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() < 2:
+                continue
+            name = projections.canonical_name(full if part == "weight" else f"{full}.{part}")
+            why = _why_not(module, full, blocks, head, sketches.rank) if wanted is None else _why_not_named(module, name, wanted)
+            sketches._coverage.append(CoverageRow(name, type(module).__name__, tuple(parameter.shape), not why, why))
+            if not why:
+                chosen[name] = module
     if wanted is not None and set(chosen) != wanted:
         raise ValueError(f"modules names {sorted(wanted - set(chosen))[:5]}, which are no nn.Linear modules of this "
                          f"{type(model).__name__}:\n{sketches._coverage}")
@@ -280,10 +275,10 @@ def _choose(model, sketches, wanted) -> dict[str, nn.Linear]:
     return chosen
 
 
-def _decoder_blocks(model) -> dict[str, nn.Module]:
+def _decoder_blocks(model, inner) -> dict[str, nn.Module]:
     """The repeated blocks: the entries of the outermost nn.ModuleList of the (text) decoder, by their full names."""
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
-    inside = {id(module) for module in (decoder if isinstance(decoder, nn.Module) else model).modules()}
+    decoder = inner.get_decoder() if hasattr(inner, "get_decoder") else inner
+    inside = {id(module) for module in decoder.modules()}
     lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and id(module) in inside]
     outermost = [name for name in lists if not any(name.startswith(other + ".") for other in lists)]
     return {f"{name}.{i}": block for name in outermost for i, block in enumerate(model.get_submodule(name))}

@@ -4,16 +4,17 @@ import math
 
 import torch
 
+from logra import projection
 from logra.linear import Sketches
 from logra.update import LowRankUpdate
 
 
 class Proposal(dict):
-    """{module name: U_dr}, float32 [d, r]; the proposed update is D_W = −eta · U_dr A_rk (Section 2.3)."""
+    """{module name: U_dr}, float32 [d, r]; the proposed update is D_W = −eta · U_dr A_rk (Section 2.3), with A of update `number`."""
 
-    def __init__(self, factors, eta: float):
+    def __init__(self, factors, eta: float, number: int):
         super().__init__(factors)
-        self.eta = eta
+        self.eta, self.number = eta, number
 
 
 class _SketchOptimizer(torch.optim.Optimizer):
@@ -46,15 +47,15 @@ class _SketchOptimizer(torch.optim.Optimizer):
         if bad:
             raise FloatingPointError(f"the sketches of {bad[:3]} and {max(0, len(bad) - 3)} others hold NaN or inf: "
                                      "skip this update (optimizer.zero_grad()) and look at the loss")
-        made = {name: self._factor(self.sketches[name].S_dr, self.state[self.sketches[name].weight]) for name in names}
+        made = {name: self._factor(self.sketches[name].S_dr, self.state.get(self.sketches[name].weight, {})) for name in names}
         self._pending = {name: state for name, (_, state) in made.items()}
         factors = {name: U_dr for name, (U_dr, _) in made.items()}
         eta = group["lr"]
         if group["relative"]:
-            weight = math.sqrt(sum(float(s.weight.double().square().sum()) for s in self.sketches.values()))
+            weight = math.sqrt(sum(float(torch.linalg.vector_norm(s.weight, dtype=torch.float64)) ** 2 for s in self.sketches.values()))
             step = math.sqrt(sum(_squared_norm(U_dr, self.sketches[name]) for name, U_dr in factors.items()))
             eta = group["lr"] * weight / step if step > 0 else 0.0
-        return Proposal(factors, eta)
+        return Proposal(factors, eta, self.sketches.update)
 
     @torch.no_grad()
     def step(self, alpha=1.0) -> LowRankUpdate:
@@ -134,7 +135,7 @@ class RowAdam(_SketchOptimizer):
 
 
 def _squared_norm(U_dr: torch.Tensor, sketch) -> float:
-    """‖U A‖²_F = tr(U (A Aᵀ) Uᵀ), without the d×k product."""
-    A_rk = sketch.A_rk()
+    """‖U A‖²_F = tr(U (A Aᵀ) Uᵀ), without the d×k product. E Eᵀ is made of integers: exact, however the product is made."""
+    E_rk = projection.entries(sketch.owner.projection, sketch.rank, sketch.k, sketch.key, device=U_dr.device)
     U = U_dr.double()
-    return float((U @ (A_rk @ A_rk.T).double()).mul_(U).sum())
+    return float((U @ (E_rk @ E_rk.T).double()).mul_(U).sum()) / sketch.rank
