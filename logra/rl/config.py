@@ -64,6 +64,7 @@ class RunConfig(BaseModel):
 
     # evaluation (C.1) and checkpoints
     evaluate_every: int = Field(5, ge=1)
+    evaluate_from: int = Field(0, ge=0)                     # the first update that is evaluated, besides the start
     evaluation_prompts: int = Field(128, ge=1)
     evaluation_samples: int = Field(4, ge=1)
     evaluation_temperature: float = Field(0.7, gt=0)
@@ -79,6 +80,11 @@ class RunConfig(BaseModel):
         return self
 
     def hash(self) -> str:
-        """12 hex digits that stand for everything but the name."""
-        text = json.dumps(self.model_dump(exclude={"name"}), sort_keys=True)
+        """12 hex digits that stand for everything but the name. Only what differs from a default counts, so that a new field
+        leaves old records valid; a record says its values in full, and one that holds others than were asked for is refused."""
+        text = json.dumps(self.model_dump(exclude={"name"}, exclude_defaults=True), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    def same_run(self, written: dict) -> bool:
+        """Whether a record's config.json is of this run: every value but the name equal, fields that it does not have at their defaults."""
+        return RunConfig(**written).model_dump(exclude={"name"}) == self.model_dump(exclude={"name"})

@@ -56,12 +56,20 @@ def ensure(configs: Sequence[RunConfig], workers: int | None = None) -> list[Run
     workers: runs at a time; by default as many as cores. Raises RuntimeError with the end of the log of a run that failed (the
     others finish first), MissingRecord if only drawing was asked for. Ctrl-C stops the runs; the next call goes on from their checkpoints.
     """
-    missing = {folder_of(config): config for config in configs if not (folder_of(config) / "metrics.parquet").exists()}
+    missing = {folder_of(config): config for config in configs if not _made(folder_of(config), config)}
     for folder in missing:
         refuse_if_only_drawing(folder)
     if missing:
         _make(missing, workers or os.cpu_count() or 1)
     return [Run(config, log_input(folder_of(config))) for config in configs]
+
+
+def _made(folder: Path, config: RunConfig) -> bool:
+    if not (folder / "metrics.parquet").exists():
+        return False
+    if not config.same_run(json.loads((folder / "config.json").read_text())):
+        raise ValueError(f"{folder} holds a run with other settings than {config}: move it away, and the run is made anew")
+    return True
 
 
 def _make(missing: dict[Path, RunConfig], workers: int) -> None:

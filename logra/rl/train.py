@@ -119,7 +119,7 @@ def run(config: RunConfig, folder: Path, resume: bool = True) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(config.model_dump(), indent=1, sort_keys=True) + "\n"
     written = folder / "config.json"
-    if written.exists() and (not resume or RunConfig(**json.loads(written.read_text())).hash() != config.hash()):
+    if written.exists() and (not resume or not config.same_run(json.loads(written.read_text()))):
         raise FileExistsError(f"{folder} holds {'another' if resume else 'a'} run: give another folder, or --resume to go on with the same configuration")
     if (folder / "metrics.parquet").exists():
         return folder
@@ -144,7 +144,8 @@ def run(config: RunConfig, folder: Path, resume: bool = True) -> Path:
                 row = trainer.step()
                 note("metrics", row)
                 note("timings", {"update": trainer.update, **trainer.seconds, "total": time.perf_counter() - began})
-                if trainer.update % config.evaluate_every == 0 or trainer.update == config.updates:
+                due = trainer.update % config.evaluate_every == 0 and trainer.update >= config.evaluate_from
+                if due or trainer.update == config.updates:
                     note("evaluation", trainer.evaluate())
                 if trainer.update % config.checkpoint_every == 0:
                     _save(trainer, folder)
