@@ -1,0 +1,322 @@
+"""Sketches in backward: S = G Aᵀ (Eq. 2) against plain autograd in float64, whatever surrounds the layer; and what is never allocated."""
+
+import copy
+from contextlib import nullcontext
+
+import models
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import logra
+
+NON_REENTRANT = dict(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def relative(S, expected):
+    """The error over all matrices together."""
+    S, expected = (torch.cat([t.double().flatten() for t in tensors]) for tensors in (S, expected))
+    return float((S - expected).norm() / expected.norm())
+
+
+class Layer(nn.Module):
+    def __init__(self, d, k, bias, dtype=torch.float32):
+        super().__init__()
+        torch.manual_seed(3)
+        self.proj = nn.Linear(k, d, bias, dtype=dtype)
+
+
+@pytest.mark.parametrize("kind", logra.projection.KINDS)
+@pytest.mark.parametrize("shape", [(7,), (3, 5), (2, 3, 4), (0,), ()])
+@pytest.mark.parametrize("mode", ["float32", "autocast", "bfloat16"])
+def test_a_layer_adds_dYᵀ_X_Aᵀ_and_is_otherwise_nn_linear(kind, shape, mode):
+    d, k, rank = 48, 80, 20
+    dtype = torch.bfloat16 if mode == "bfloat16" else torch.float32
+    plain, layer = Layer(d, k, True, dtype), Layer(d, k, True, dtype)
+    sketch = logra.attach(layer, rank, kind, modules=["proj"], freeze_rest=False)["proj"]
+    autocast = torch.autocast("cpu", torch.bfloat16) if mode == "autocast" else nullcontext()
+    expected = torch.zeros(d, rank, dtype=torch.float64)
+    for micro in range(3):
+        x = torch.randn(*shape, k, dtype=dtype, generator=torch.Generator().manual_seed(micro))
+        x, x_plain = x.clone().requires_grad_(), x.clone().requires_grad_()
+        with autocast:
+            y, y_plain = layer.proj(x), plain.proj(x_plain)
+        assert torch.equal(y, y_plain) and y.dtype == y_plain.dtype
+        dy = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(9 + micro))
+        y.backward(dy)
+        y_plain.backward(dy)
+        torch.testing.assert_close(x.grad, x_plain.grad)
+        X_tk = x.detach().to(y.dtype).double().reshape(-1, k)
+        A_rk = logra.projection.entries(kind, rank, k, sketch.key, dtype=torch.float64) / rank**0.5
+        expected += (dy.double().reshape(-1, d).T @ X_tk) @ A_rk.T
+    assert sketch.S_dr.dtype == torch.float32 and layer.proj.weight.grad is None
+    assert float((sketch.S_dr - expected).norm()) <= 1e-6 * float(expected.norm())
+    torch.testing.assert_close(layer.proj.bias.grad, plain.proj.bias.grad)
+
+
+def test_without_bias_and_under_a_frozen_input_the_layer_still_sketches():
+    layer = Layer(48, 80, bias=False)
+    sketch = logra.attach(layer, 8, modules=["proj"])["proj"]
+    x = torch.randn(5, 80)
+    y = layer.proj(x)
+    y.sum().backward()
+    assert relative([sketch.S_dr], [torch.ones(48, 5).double() @ x.double() @ sketch.A_rk(dtype=torch.float64).T]) < 1e-6
+
+
+@pytest.mark.parametrize("build", [models.qwen2, models.llama, models.qwen3_5, models.qwen3_5_with_vision])
+def test_a_model_sketches_the_gradient_of_plain_autograd(build):
+    model = build()
+    exact = copy.deepcopy(model).double()
+    plain = copy.deepcopy(model)
+    sketches = logra.attach(model, 16, seed=3)
+    for micro in range(2):
+        for m in (model, plain, exact):
+            models.loss(m, models.ids(2, 9, seed=micro)).backward()
+    A = {name: sketch.A_rk(dtype=torch.float64) for name, sketch in sketches.items()}
+    expected = [exact.get_submodule(name).weight.grad @ A[name].T for name in sketches]
+    rounded = [plain.get_submodule(name).weight.grad.double() @ A[name].T for name in sketches]
+    # the float32 forward itself rounds: the sketch is no worse than what plain float32 autograd gives
+    assert relative([s.S_dr for s in sketches.values()], expected) < max(1e-6, 2 * relative(rounded, expected))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(float(sketch.S_dr.norm()) > 0 for sketch in sketches.values())
+
+
+def sketches_of(model, batches, rank=16, **settings):
+    sketches = logra.attach(model, rank, **settings)
+    for batch in batches:
+        models.loss(model, batch).backward()
+    return [sketch.S_dr.clone() for sketch in sketches.values()]
+
+
+def test_four_micro_batches_of_one_are_one_of_four():
+    whole = models.ids(4, 12)
+    assert relative(sketches_of(models.qwen2(), whole.split(1)), sketches_of(models.qwen2(), [whole])) < 1e-6
+
+
+@pytest.mark.parametrize("keep_projections", [False, True])
+@pytest.mark.parametrize("build", [models.qwen2, models.qwen3_5])
+def test_checkpointing_leaves_the_sketch_alone_with_frozen_embeddings_too(build, keep_projections):
+    batches = [models.ids(2, 12, seed=i) for i in range(3)]
+    plain, model = build().train(), build().train()
+    model.gradient_checkpointing_enable(**NON_REENTRANT)
+    expected, S = sketches_of(plain, batches), sketches_of(model, batches, keep_projections=keep_projections)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(S, expected)) and float(S[0].norm()) > 0
+
+
+def test_checkpointing_by_hand_leaves_the_sketch_alone():
+    x, layer = torch.randn(5, 80), Layer(48, 80, True).train()
+    sketch = logra.attach(layer, 8, modules=["proj"])["proj"]
+    layer.proj(x).square().sum().backward()
+    expected = sketch.S_dr.clone()
+    sketch.owner.zero()
+    checkpoint(layer.proj, x, use_reentrant=False).square().sum().backward()
+    assert torch.equal(sketch.S_dr, expected) and float(expected.norm()) > 0
+
+
+def test_reentrant_checkpointing_is_refused():
+    model = models.qwen2().train()
+    logra.attach(model, 16)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    with pytest.raises(RuntimeError, match="reentrant.*use_reentrant': False"):
+        models.loss(model, models.ids(2, 12))
+    layer = Layer(48, 80, True).train()
+    logra.attach(layer, 8, modules=["proj"])
+    with pytest.raises(RuntimeError, match="proj runs under reentrant"):
+        checkpoint(layer.proj, torch.randn(5, 80, requires_grad=True), use_reentrant=True)
+
+
+class NewStorages(TorchDispatchMode):
+    """The tensors that come to be within it, views of older ones left out."""
+
+    def __init__(self, known):
+        super().__init__()
+        self.seen, self.made = {t.untyped_storage().data_ptr() for t in known}, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in self.seen:
+                self.seen.add(tensor.untyped_storage().data_ptr())
+                self.made.append(tensor)
+        return out
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_backward_makes_nothing_of_the_gradients_size_and_forward_keeps_no_input(autocast):
+    t, d, k, rank = 6, 48, 80, 8
+    layer = Layer(d, k, bias=True)
+    sketch = logra.attach(layer, rank, modules=["proj"])["proj"]
+    x, kept = torch.randn(t, k, requires_grad=True), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = layer.proj(x)
+    assert sorted(tuple(tensor.shape) for tensor in kept) == [(t, rank), (d, k)] and any(tensor is layer.proj.weight for tensor in kept)
+    dy = torch.randn_like(y)
+    with NewStorages([sketch.S_dr, layer.proj.weight, x, y, dy, *kept]) as storages:
+        y.backward(dy)
+    large = [tensor for tensor in storages.made if tensor.untyped_storage().nbytes() >= d * k]
+    # under autocast the input's gradient needs the weight in the narrow type, as plain autograd does; nothing else is that large
+    assert [tuple(tensor.shape) for tensor in large] == ([(d, k)] if autocast else []), large
+    assert all(tensor.dtype == torch.bfloat16 for tensor in large) and float(sketch.S_dr.norm()) > 0
+
+
+def test_the_sketch_is_the_same_when_backward_runs_within_autocast():
+    S = []
+    for inside in (False, True):
+        layer, x = Layer(48, 80, True), torch.ones(5, 80) / 3
+        sketch = logra.attach(layer, 8, modules=["proj"])["proj"]
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = layer.proj(x).square().sum()
+            loss.backward() if inside else None
+        None if inside else loss.backward()
+        S.append(sketch.S_dr)
+    assert torch.equal(*S)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")             # torch's tracer itself looks at .grad
+def test_a_compiled_model_trains_to_the_same_sketch():
+    batches = [models.ids(2, 12, seed=i) for i in range(2)]
+    expected = sketches_of(models.llama(), batches)
+    compiled = torch.compile(models.llama(), backend="aot_eager")
+    sketches = logra.attach(compiled, 16)
+    for batch in batches:
+        models.loss(compiled, batch).backward()
+    assert list(sketches) == list(logra.attach(models.llama(), 16))
+    assert relative([s.S_dr for s in sketches.values()], expected) < 1e-6
+
+
+def test_a_deep_copy_has_sketches_of_its_own():
+    model = models.qwen2().requires_grad_(True)
+    sketches = logra.attach(model, 16)
+    models.loss(model, models.ids(1, 9)).backward()
+    twin = copy.deepcopy(model)
+    copies = twin.model.layers[0].mlp.up_proj.sketch.owner
+    before = [sketch.S_dr.clone() for sketch in sketches.values()]
+    models.loss(twin, models.ids(1, 9)).backward()
+    assert copies is not sketches and copies.model is twin
+    for name, S in zip(sketches, before):
+        assert torch.equal(sketches[name].S_dr, S) and torch.equal(copies[name].S_dr, 2 * S) and copies[name].key == sketches[name].key
+    logra.detach(twin)
+    assert all(parameter.requires_grad for parameter in twin.parameters())
+    assert isinstance(model.model.layers[0].mlp.up_proj, logra.linear.SketchedLinear)
+
+
+def test_detach_restores_the_model():
+    model = models.qwen2()
+    model.model.norm.weight.requires_grad_(False)
+    before = {name: (type(module), dict(vars(module))) for name, module in model.named_modules()}
+    flags = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    batch = models.ids(2, 9)
+    logits = model(input_ids=batch).logits
+    logra.attach(model, 16)
+    assert torch.equal(model(input_ids=batch).logits, logits) and not any(p.requires_grad for p in model.parameters())
+    with pytest.raises(RuntimeError, match="attached already"):
+        logra.attach(model, 8)
+    logra.detach(model)
+    assert {name: (type(module), dict(vars(module))) for name, module in model.named_modules()} == before
+    assert {name: parameter.requires_grad for name, parameter in model.named_parameters()} == flags
+    assert torch.equal(model(input_ids=batch).logits, logits)
+    logra.attach(model, 8)                                  # and again
+
+
+def test_a_saved_model_has_plain_names_and_reloads_to_the_same_logits(tmp_path):
+    model, batch = models.llama(), models.ids(2, 9)
+    names = set(model.state_dict())
+    logra.attach(model, 16)
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path).eval()
+    assert set(model.state_dict()) == names == set(again.state_dict())
+    assert torch.equal(again(input_ids=batch).logits, model(input_ids=batch).logits)
+
+
+ATTENTION, MLP = [f"self_attn.{x}_proj" for x in "qkvo"], [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
+LINEAR_ATTENTION = ["linear_attn.in_proj_qkv", "linear_attn.in_proj_z", "linear_attn.out_proj"]
+
+
+def blocks(prefix, *layers):
+    return {f"{prefix}.{i}.{name}" for i, names in enumerate(layers) for name in names}
+
+
+@pytest.mark.parametrize("build,taken,left", [
+    (models.qwen2, blocks("model.layers", *[ATTENTION + MLP] * 3), {"model.embed_tokens": "embedding", "lm_head": "output head"}),
+    (models.llama, blocks("model.layers", *[ATTENTION + MLP] * 2), {"model.embed_tokens": "embedding", "lm_head": "output head"}),
+    (models.qwen3_5, blocks("model.layers", LINEAR_ATTENTION + MLP, ATTENTION + MLP),
+     {"model.layers.0.linear_attn.in_proj_a": "min(d, k) = 4 is not above the rank 16",
+      "model.layers.0.linear_attn.conv1d": "not an nn.Linear (Conv1d)"}),
+    (models.qwen3_5_with_vision, blocks("model.language_model.layers", LINEAR_ATTENTION + MLP, ATTENTION + MLP),
+     {"model.visual.blocks.0.attn.qkv": "outside the decoder's blocks", "model.visual.merger.linear_fc1": "outside the decoder's blocks"}),
+    (models.qwen3_moe, blocks("model.layers", ATTENTION),
+     {"model.layers.0.mlp.gate": "not an nn.Linear (Qwen3MoeTopKRouter)",
+      "model.layers.0.mlp.experts.down_proj": "not an nn.Linear (Qwen3MoeExperts)"}),
+])
+@pytest.mark.parametrize("wrap", [lambda model: model, lambda model: models.ValueHead(model, 40), nn.DataParallel])
+def test_coverage(build, taken, left, wrap):
+    model = wrap(build())
+    prefix = "pretrained_model." if isinstance(model, models.ValueHead) else ""
+    sketches = logra.attach(model, 16)
+    assert set(sketches) == {prefix + name for name in taken}
+    rows = {row.name: row for row in sketches.coverage()}
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    assert len(rows) >= len(matrices) and sum(row.sketched for row in rows.values()) == len(taken)    # a tied head is named twice
+    assert {name: rows[prefix + name].why for name in left} == left
+    assert all((row.why == "") == row.sketched and row.name in str(sketches.coverage()) for row in rows.values())
+    if prefix:
+        assert {row.why for name, row in rows.items() if name.startswith("v_head")} == {"outside the decoder's blocks"}
+
+
+class OldMixture(nn.Module):
+    """A mixture of experts as nn.Linear modules, its router one too."""
+
+    def __init__(self):
+        super().__init__()
+        mlp = nn.Module()
+        mlp.gate, mlp.experts = nn.Linear(32, 20), nn.ModuleList([nn.ModuleDict({"up": nn.Linear(32, 24)}) for _ in range(2)])
+        self.layers = nn.ModuleList([nn.ModuleDict({"mlp": mlp, "mix": nn.Linear(32, 32)})])
+
+
+def test_a_router_and_what_lies_beside_attention_and_mlp_are_left_out():
+    sketches = logra.attach(OldMixture(), 8)
+    assert set(sketches) == {"layers.0.mlp.experts.0.up", "layers.0.mlp.experts.1.up"}
+    why = {row.name: row.why for row in sketches.coverage()}
+    assert why["layers.0.mlp.gate"] == "a router of experts" and why["layers.0.mix"] == "not part of an attention or MLP module"
+
+
+@pytest.mark.parametrize("build,settings,words", [
+    (models.gpt2, dict(rank=8), r"no module of this GPT2LMHeadModel(.|\n)*h.0.attn.c_attn +Conv1D +32×96 +not an nn.Linear \(Conv1D\)"),
+    (models.qwen2, dict(rank=64), r"no module(.|\n)*min\(d, k\) = 64 is not above the rank 64"),
+    (models.qwen2, dict(rank=8, modules=["layers.0.mlp.up_proj"]), "which are no nn.Linear modules"),
+    (models.qwen2, dict(rank=8, modules=["model.embed_tokens"]), r"not an nn.Linear \(Embedding\)"),
+    (models.qwen2, dict(rank=8, projection="ternary"), "unknown projection 'ternary'"),
+    (models.qwen2, dict(rank=0), "rank must be a positive integer, but it is 0"),
+    (lambda: models.qwen2(intermediate_size=92), dict(rank=8, projection="hadamard"), "no Hadamard matrix of order 92"),
+])
+def test_what_cannot_be_attached_is_refused_and_changes_nothing(build, settings, words):
+    model = build()
+    with pytest.raises(ValueError, match=words):
+        logra.attach(model, **settings)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert not any(isinstance(module, logra.linear.SketchedLinear) for module in model.modules())
+
+
+def test_names_and_keys_are_those_of_the_model_without_its_wrappers():
+    plain = logra.attach(models.qwen2(), 16, seed=5)
+    model = models.qwen2()
+    model.model.layers[1] = checkpoint_wrapper(model.model.layers[1])
+    wrapped = logra.attach(nn.DataParallel(torch.compile(model, backend="eager")), 16, seed=5)
+    assert [(name, sketch.key) for name, sketch in wrapped.items()] == [(name, sketch.key) for name, sketch in plain.items()]
+    some = logra.attach(models.qwen2(), 16, seed=5, modules=["module.model.layers.2.mlp.up_proj"])
+    assert [sketch.key for sketch in some.values()] == [plain["model.layers.2.mlp.up_proj"].key]
+
+
+def test_a_step_moves_the_sketched_matrices_alone():
+    model = models.llama()
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    sketches = logra.attach(model, 16)
+    models.loss(model, models.ids(2, 9)).backward()
+    logra.SketchSGD(sketches, relative_step=1e-3).step()
+    moved = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+    assert moved == {f"{name}.weight" for name in sketches} and model.lm_head.weight is model.model.embed_tokens.weight
