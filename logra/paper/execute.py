@@ -113,7 +113,7 @@ def last_line(log: Path) -> str:
     with log.open("rb") as stream:
         stream.seek(max(0, log.stat().st_size - 4096))
         lines = re.split(r"[\r\n]+", stream.read().decode(errors="replace"))
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return next((line.strip().rstrip("-") for line in reversed(lines) if line.strip(" -")), "")
 
 
 def _judge(task: Task, code: int, executed: Path, marker: Path, nonce: str, log: Path) -> dict[str, Any]:

@@ -42,6 +42,7 @@ BAD = {
     "exits": (["import sys; sys.exit(0)"], 60, "code cell 2 of 3 raised SystemExit: 0"),
     "killed": (["import os, signal; os.kill(os.getpid(), signal.SIGKILL)"], 60, "the kernel died"),
     "raises": (["x = 1", "raise RuntimeError('no [such] luck')"], 60, "code cell 3 of 4 raised RuntimeError: no [such] luck"),
+    "skipped": (["# skipped: tagged so\nraise RuntimeError"], 60, "code cell 2 of 3 did not run"),
     "slow": (["import time; time.sleep(600)"], 8, "ran past its limit of 8 s"),
     "draws_nothing": ([PROVENANCE], 60, "declared output draws_nothing.pdf was not written"),
     "undeclared": ([PROVENANCE, "for name in ('undeclared.pdf', 'more.pdf'):\n    (figures / name).write_text('x')\n    provenance.log_output(name, 'simulated')"], 60, "wrote more.pdf, which the profile does not declare"),
@@ -53,6 +54,9 @@ def notebook(stem, cells):
     sources = [PARAMETERS, *cells, f'provenance.finish("{stem}")']
     made = [nbformat.v4.new_code_cell(source, id=f"cell-{number}") for number, source in enumerate(sources)]
     made[0].metadata["tags"] = ["parameters"]
+    for cell in made:
+        if cell.source.startswith("# skipped"):
+            cell.metadata["tags"] = ["skip-execution"]
     return nbformat.v4.new_notebook(cells=made, metadata={"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}})
 
 
@@ -125,7 +129,7 @@ def test_only_a_run_that_may_be_believed_is_taken_and_the_others_go_on(project):
     for stem, (_, _, said) in BAD.items():
         assert lines[stem].startswith("FAILED") and said in lines[stem], output
     assert lines["good"].startswith("recomputed") and "not made here yet; 4 files, new" in lines["good"]
-    assert "1 recomputed, 7 FAILED" in output.splitlines()[-1]
+    assert "1 recomputed, 8 FAILED" in output.splitlines()[-1]
     assert set(project.figures("bad")) == {"good.pdf", "good.svg", "good.png", "good.csv", "manifest.json", "killed.pdf"}
     assert (folder / "killed.pdf").read_text() == "from a run before"
     assert list(project.manifest("bad")) == ["good"]
