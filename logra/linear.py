@@ -6,6 +6,7 @@
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointFunction
 
 from logra import projection as projections
+from logra.bits import combined, fingerprint
 
 
 class Sketch:
@@ -153,7 +155,11 @@ class Coverage(list):
 
 
 class Sketches(Mapping):
-    """The sketches of a model, by canonical module name. `update` counts from 1; the optimizer's step advances it."""
+    """The sketches of a model, by canonical module name. `update` counts from 1; the optimizer's step advances it.
+
+    run, session: whose updates these are, stamped on each: a name that another run does not have, and a number that grows
+    whenever the run is started anew (both may be set).
+    """
 
     def __init__(self, model, rank, projection, seed, refresh, keep_projections):
         self.model, self.rank, self.projection, self.seed, self.refresh = model, rank, projection, seed, refresh
@@ -162,6 +168,12 @@ class Sketches(Mapping):
         self._sketches: dict[str, Sketch] = {}
         self._coverage = Coverage()
         self._frozen: list[nn.Parameter] = []               # what attach froze, for detach
+        self.run, self.session = f"{seed}/{rank}/{projection}/{'refreshed' if refresh else 'fixed'}", 0
+
+    @cached_property
+    def base(self) -> str:
+        """A hash of the selected weights as they are when it is first asked for: before the first update, which carries it."""
+        return combined({name: fingerprint(sketch.weight.detach()) for name, sketch in self.items()})
 
     def __getitem__(self, name: str) -> Sketch:
         return self._sketches[name]

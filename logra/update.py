@@ -8,11 +8,12 @@ above 511, are summed exactly in float64 and rounded once.)
 
 from collections.abc import Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from logra import projection as projections
+from logra.bits import fingerprint
 
 _INTEGERS = {8: torch.int8, 16: torch.int16}
 _CHUNK = 1 << 24                                            # elements of ΔW that are formed at a time (64 MiB)
@@ -37,6 +38,7 @@ class LowRankUpdate:
     """The update of every selected matrix at one step.
 
     number: the update's number, from 1. projection, rank: as given to `attach`. bits: 8 or 16 of the rounded factor.
+    run, base, session: whose update it is (see `Sketches`). after: the fingerprints of the weights after it, once it is applied.
     """
 
     number: int
@@ -44,6 +46,10 @@ class LowRankUpdate:
     rank: int
     bits: int
     matrices: dict[str, MatrixUpdate]
+    run: str = ""
+    base: str = ""
+    session: int = 0
+    after: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def round(cls, sketches: Mapping, factors: Mapping[str, torch.Tensor], bits: int = 8) -> "LowRankUpdate":
@@ -53,7 +59,7 @@ class LowRankUpdate:
         unit = projections.unit(sketches.rank)
         matrices = {name: MatrixUpdate(*_round_rows(F_dr.float() * unit, bits, name), sketches[name].k, sketches[name].key)
                     for name, F_dr in factors.items()}
-        return cls(sketches.update, sketches.projection, sketches.rank, bits, matrices)
+        return cls(sketches.update, sketches.projection, sketches.rank, bits, matrices, sketches.run, sketches.base, sketches.session)
 
     def dense(self, name: str, rows=None, columns=None) -> torch.Tensor:
         """ΔW_dk in float32, or the given rows and columns of it (slices or 1-D integer tensors): the same bits in any slice."""
@@ -83,9 +89,26 @@ class LowRankUpdate:
                 weight[:, first - start:last - start] += self.dense(name, rows, slice(first, last)).to(weight.device)
 
     def apply(self, sketches: Mapping) -> None:
-        """Add the update to the weights of all its matrices, in place (Eq. 4)."""
+        """Add the update to the weights of all its matrices, in place (Eq. 4), and note their fingerprints: a receiver's must be the same."""
         for name in self.matrices:
             self.apply_to(name, sketches[name].weight)
+            self.after[name] = fingerprint(sketches[name].weight.detach())
+
+    def to_bytes(self) -> bytes:
+        """The update as one message (see `logra.wire`). Raises ValueError if it was not applied: it carries the weights' fingerprints after it."""
+        from logra import wire
+
+        return wire.encode(self)
+
+    @classmethod
+    def from_bytes(cls, message: bytes) -> "LowRankUpdate":
+        """The update of a message, on the CPU. Raises `logra.sync.SyncError` for one that is damaged or no update."""
+        from logra import wire
+
+        update = wire.decode(message)
+        if not isinstance(update, cls):
+            raise wire.SyncError("mode", "the message holds full weights, not an update")
+        return update
 
 
 def _round_rows(F_dr: torch.Tensor, bits: int, name: str):
