@@ -42,7 +42,7 @@ BAD = {
     "exits": (["import sys; sys.exit(0)"], 60, "code cell 2 of 3 raised SystemExit: 0"),
     "killed": (["import os, signal; os.kill(os.getpid(), signal.SIGKILL)"], 60, "the kernel died"),
     "raises": (["x = 1", "raise RuntimeError('no [such] luck')"], 60, "code cell 3 of 4 raised RuntimeError: no [such] luck"),
-    "skipped": (["# skipped: tagged so\nraise RuntimeError"], 60, "code cell 2 of 3 did not run"),
+    "skipped": ([PROVENANCE, "# skipped: tagged so\nraise RuntimeError"], 60, "code cell 3 of 4 did not run"),
     "slow": (["import time; time.sleep(600)"], 8, "ran past its limit of 8 s"),
     "draws_nothing": ([PROVENANCE], 60, "declared output draws_nothing.pdf was not written"),
     "undeclared": ([PROVENANCE, "for name in ('undeclared.pdf', 'more.pdf'):\n    (figures / name).write_text('x')\n    provenance.log_output(name, 'simulated')"], 60, "wrote more.pdf, which the profile does not declare"),
