@@ -14,7 +14,6 @@ figures then go to `build/interactive/figures`, so that the committed ones are n
 """
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import importlib.metadata
 import json
@@ -26,24 +25,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import logra
+from logra.rl.records import ROOT, MissingRecord, locked, log_input, records_root, refuse_if_only_drawing, sha256
 
-ROOT = Path(logra.__file__).resolve().parent.parent
+__all__ = ["CLASSES", "ROOT", "MissingRecord", "cached", "canonical", "device", "figures_folder", "finish", "log_input", "log_output", "records_root", "sha256", "versions"]
 
 # What a figure or table may be (design decision 7): every output states one of these.
 CLASSES = ("recomputed here", "simulated", "toy scale", "recorded run", "printed in the paper")
-
-# Files that say when and where a record was made, not what is in it.
-_UNHASHED = {"environment.json", "timing.json"}
-
-
-class MissingRecord(RuntimeError):
-    """A record is needed that does not exist, and only drawing was asked for."""
-
-
-def records_root() -> Path:
-    """The folder of records: `LOGRA_RECORDS`, else `records/` in the project."""
-    return Path(os.environ.get("LOGRA_RECORDS") or ROOT / "records").resolve()
 
 
 def figures_folder() -> Path:
@@ -58,29 +45,6 @@ def canonical(config: dict[str, Any]) -> str:
     return json.dumps(config, sort_keys=True, indent=1, allow_nan=False)
 
 
-def sha256(path: Path | str) -> str:
-    """The SHA-256 of a file, or of a folder's files by name and content; logs, timings and `environment.json` are left out of a folder's."""
-    path = Path(path)
-    if path.is_file():
-        with path.open("rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
-    if not path.is_dir():
-        raise FileNotFoundError(f"{path}: given to be hashed, but there is no such file or folder")
-    digest = hashlib.sha256()
-    for file in sorted((p for p in path.rglob("*") if p.is_file()), key=lambda p: p.relative_to(path).as_posix()):
-        if file.name not in _UNHASHED and file.suffix != ".log":
-            digest.update(f"{file.relative_to(path).as_posix()}\0{sha256(file)}\n".encode())
-    return digest.hexdigest()
-
-
-def log_input(path: Path | str) -> Path:
-    """Says that this notebook reads `path` (a record's folder, or a data file): it is named, with its hash, in the manifest. Returns the path."""
-    path = Path(path).resolve()
-    if os.environ.get("LOGRA_INPUTS"):
-        _append(os.environ["LOGRA_INPUTS"], {"path": str(path), "sha256": sha256(path)})
-    return path
-
-
 def log_output(path: Path | str, kind: str) -> Path:
     """Says that `path`, in the figure folder, was written and what it is: one of `CLASSES`. `plots.save` calls it; a table's writer must.
 
@@ -89,7 +53,8 @@ def log_output(path: Path | str, kind: str) -> Path:
     if kind not in CLASSES:
         raise ValueError(f"kind {kind!r} of {Path(path).name} is unknown; wanted one of {', '.join(map(repr, CLASSES))}")
     if os.environ.get("LOGRA_OUTPUTS"):
-        _append(os.environ["LOGRA_OUTPUTS"], {"path": Path(path).name, "class": kind})
+        with open(os.environ["LOGRA_OUTPUTS"], "a", encoding="utf-8") as stream:
+            stream.write(json.dumps({"path": Path(path).name, "class": kind}) + "\n")
     return Path(path)
 
 
@@ -103,15 +68,11 @@ def cached(name: str, config: dict[str, Any], make: Callable[[Path], None]) -> P
     text = canonical(config)
     folder = records_root() / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     if not folder.exists():
-        if os.environ.get("LOGRA_DRAW_ONLY") == "1":
-            command = os.environ.get("LOGRA_COMMAND", "./reproduce.sh")
-            raise MissingRecord(f"record {folder.name} does not exist and --draw makes none; make it with: {command}")
-        aside = folder.with_name(f".{folder.name}.aside")
-        aside.parent.mkdir(parents=True, exist_ok=True)
-        with open(aside.with_suffix(".lock"), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)             # a second notebook that wants the same record waits for it
-            if not folder.exists():
-                shutil.rmtree(aside, ignore_errors=True)  # what a killed run left
+        refuse_if_only_drawing(folder)
+        with locked(folder):
+            if not folder.exists():                          # else another notebook made it meanwhile
+                aside = folder.with_name(f".{folder.name}.aside")
+                shutil.rmtree(aside, ignore_errors=True)     # what a killed run left
                 aside.mkdir()
                 try:
                     make(aside)
@@ -150,9 +111,3 @@ def device() -> str:
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
-
-
-def _append(file: str, entry: dict[str, str]) -> None:
-    # One write in append mode: lines of parallel workers do not mix.
-    with open(file, "a", encoding="utf-8") as stream:
-        stream.write(json.dumps(entry) + "\n")

@@ -67,6 +67,8 @@ class Project:
         self.root = folder / "a project"
         self.home = folder / "home"
         shutil.copytree(ROOT / "logra/paper", self.root / "logra/paper", ignore=shutil.ignore_patterns("__pycache__"))
+        (self.root / "logra/rl").mkdir()
+        shutil.copy(ROOT / "logra/rl/records.py", self.root / "logra/rl")
         (self.root / "logra/__init__.py").touch()         # the runner needs nothing of the method, and no import of torch
         (self.root / "rfc3987_syntax.py").write_text("raise ImportError")  # optional in jsonschema, and a second of grammar in each of some thirty processes
         (self.root / "data.csv").write_text("x\n1\n")
