@@ -202,7 +202,7 @@ def _factors(model, proposal) -> dict[str, tuple[torch.Tensor, int]]:
 
 
 def _hidden(model, contexts, factors: Mapping, a):
-    """What the output head sees at the examined places, [n, h], and how to make float32 logits and their rates from it.
+    """What the output head sees at the examined places, [n, h], and how to make wide logits and their rates from it.
 
     A model whose logits are more than a fixed linear head of its last hidden states gives its logits, whole, instead.
     """
@@ -211,11 +211,16 @@ def _hidden(model, contexts, factors: Mapping, a):
     with attached(model).perturbed(factors, a):
         if head is not None and not isinstance(head, SketchedLinear) and not _scales_logits(model):
             out = model.base_model(**inputs, use_cache=False).last_hidden_state
-            logits, rates = (lambda h: head(h).float()), (lambda h: F.linear(h, head.weight).float())
+            logits, rates = (lambda h: _wide(head(h))), (lambda h: _wide(F.linear(h, head.weight)))
         else:
             out = model(**inputs).logits
-            logits = rates = torch.Tensor.float
+            logits = rates = _wide
     return out[contexts.predictions], logits, rates
+
+
+def _wide(z: torch.Tensor) -> torch.Tensor:
+    """Float32 at least: a narrower logit divided by the temperature would move by a tenth of a nat."""
+    return z.to(torch.promote_types(z.dtype, torch.float32))
 
 
 def _scales_logits(model) -> bool:
