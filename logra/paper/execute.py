@@ -153,13 +153,15 @@ def _judge(task: Task, code: int, executed: Path, marker: Path, nonce: str, log:
 
 def _judge_outputs(task: Task, figures: Path, outputs: Path) -> dict[str, str]:
     classes = {entry["path"]: entry["class"] for entry in _lines(outputs)}
+    written = sorted(path.name for path in figures.iterdir())
     for name in task.outputs:
-        path = figures / name
-        if not path.is_file() or path.stat().st_size == 0:
-            raise NotebookFailed(f"declared output {name} was not written" if not path.is_file() else f"declared output {name} is empty")
+        if name not in written:
+            raise NotebookFailed(f"declared output {name} was not written; written were: {', '.join(written) or 'none'}")
+        if (figures / name).stat().st_size == 0:
+            raise NotebookFailed(f"declared output {name} is empty")
         if classes.get(name) not in CLASSES:
             raise NotebookFailed(f"output {name} does not say what it is: write it with plots.save, or name it with provenance.log_output")
-    if undeclared := sorted(path.name for path in figures.iterdir() if path.name not in task.outputs):
+    if undeclared := [name for name in written if name not in task.outputs]:
         raise NotebookFailed(f"wrote {', '.join(undeclared)}, which the profile does not declare; add it to `outputs`")
     return {name: classes[name] for name in task.outputs}
 
