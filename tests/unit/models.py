@@ -45,6 +45,13 @@ def qwen3_moe(seed=0):
     return _build(transformers.Qwen3MoeForCausalLM, config, seed)
 
 
+def gemma2(seed=0):
+    """Its logits are capped: more than a linear head."""
+    config = transformers.Gemma2Config(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+                                       num_key_value_heads=2, head_dim=16, final_logit_softcapping=3.0)
+    return _build(transformers.Gemma2ForCausalLM, config, seed)
+
+
 def gpt2(seed=0):
     return _build(transformers.GPT2LMHeadModel, transformers.GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=1, n_head=2, n_positions=64), seed)
 

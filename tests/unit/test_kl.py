@@ -49,7 +49,7 @@ def reference(model, proposal, contexts, temperature=1.0, alphas=()):
     return float(variance.mean()) / (2 * temperature**2), kls
 
 
-@pytest.mark.parametrize("build", [models.qwen2, models.llama, models.qwen3_5])
+@pytest.mark.parametrize("build", [models.qwen2, models.llama, models.qwen3_5, models.qwen3_5_with_vision, models.gemma2])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_the_probe_is_equation_6_and_the_realised_kl_is_that_of_the_dense_weights(build, temperature):
     model, optimizer, contexts = prepared(build)
@@ -204,10 +204,9 @@ def test_under_mixed_precision_the_prediction_is_that_of_float32_within_two_perc
     assert logra.predicted_kl(narrow, optimizer.propose(), contexts) == pytest.approx(q, rel=0.02)
 
 
-def test_a_sketched_head_and_a_capped_one_are_part_of_the_probe():
+def test_a_head_that_is_sketched_itself_is_part_of_the_probe():
     model = models.qwen2(tie_word_embeddings=False)
     sketches = logra.attach(model, 16, modules=["lm_head"])
-    model.config.final_logit_softcapping = None
     models.loss(model, models.ids(2, 12)).backward()
     proposal = logra.SketchSGD(sketches, relative_step=1e-2).propose()
     contexts = logra.Contexts(models.ids(2, 12), torch.ones(2, 12, dtype=torch.long), torch.ones(2, 12, dtype=torch.bool))
