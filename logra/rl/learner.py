@@ -1,6 +1,6 @@
 """The laptop's learner: a small Qwen2 made here from nothing, whose ability to add is latent.
 
-It is trained, supervised, on demonstrations of `tasks.Sums` by a demonstrator who can add but has three bad habits:
+It is trained, supervised, on demonstrations of `tasks.Sums` by a demonstrator who can add but has two bad habits:
 
     47+85+36=132+36=168<eos>   shows the working: the sum of the first two, then the answer
     47+85+36=158<eos>          skips the working and adds column by column, losing every carry on the way      (habit `skip`)
@@ -10,7 +10,7 @@ so the base knows how to be right and is not, most of the time: the state in whi
 The habits compete at nearly even odds, so that sampling at a low temperature does not settle them either. Reinforcement has two
 things to teach, to show the working (response length grows) and to keep the carry.
 
-    python -m logra.rl.learner --out DIR    makes the base again, minutes on one core
+    python -m logra.rl.learner --out DIR    makes the base again: eight minutes of one core
     python -m logra.rl.learner --check      makes it again and compares it with the shipped one
 """
 
@@ -46,9 +46,9 @@ class Recipe:
     """All that the base depends on besides this file: same recipe, same machine, same bits."""
 
     seed: int = 1              # of the initial weights and of the demonstrator's habits
-    steps: int = 3000          # optimizer steps
-    batch: int = 128           # demonstrations a step, each used once
-    learning_rate: float = 2e-3  # AdamW's peak, after a linear warm-up over 5 % of the steps, then a cosine to 0
+    steps: int = 6000          # optimizer steps
+    batch: int = 64            # demonstrations a step, each used once
+    learning_rate: float = 1.5e-3  # AdamW's peak, after a linear warm-up over 5 % of the steps, then a cosine to 0
     weight_decay: float = 0.01
     skip: float = 0.5          # chance that a demonstration skips the working
     slip: float = 0.5          # chance that an addition of the working loses its carry, where there is one
@@ -82,11 +82,13 @@ def config() -> transformers.Qwen2Config:
     """Qwen2 with 0.44 M parameters, 0.43 M of them in the 14 matrices that LoGRA selects.
 
     Heads of 32 are the smallest that inference engines load; 128 and 384 are orders of Hadamard matrices; as many key-value heads
-    as heads keep every matrix wider than rank 64; embeddings are tied, as in Qwen2.5-Math-1.5B, for the paper's method leaves both ends alone.
+    as heads keep every matrix wider than rank 64. Embeddings are tied, as in Qwen2.5-Math-1.5B: the method leaves both ends alone.
+    Two layers, for two are enough here and a run of 200 updates is to cost a minute.
     """
     return transformers.Qwen2Config(
         vocab_size=len(SPECIALS) + 96, hidden_size=128, intermediate_size=384, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=512, tie_word_embeddings=True,
+        initializer_range=0.06,  # at this width the usual 0.02 only delays the start
         pad_token_id=0, bos_token_id=1, eos_token_id=2, dtype="float32",
     )  # fmt: skip
 
@@ -126,6 +128,14 @@ def tensors(pairs: list[tuple[str, str]], encode) -> tuple[torch.Tensor, torch.T
     return ids_bt, labels_bt
 
 
+def mean_loss(model: transformers.Qwen2ForCausalLM, pairs: list[tuple[str, str]], encode) -> torch.Tensor:
+    """Cross-entropy in nats a response token, a scalar with its graph."""
+    ids_bt, labels_bt = tensors(pairs, encode)
+    hidden_btk = model.model(ids_bt, use_cache=False).last_hidden_state
+    chosen_bt = labels_bt != IGNORE  # the head is taken at response tokens alone
+    return torch.nn.functional.cross_entropy(model.lm_head(hidden_btk[chosen_bt]), labels_bt[chosen_bt])
+
+
 def train(recipe: Recipe, progress: bool = True) -> transformers.Qwen2ForCausalLM:
     """Supervised training from random weights. Leaves torch's generator and thread count as they were."""
     encode = tokenizer().encode
@@ -142,10 +152,7 @@ def train(recipe: Recipe, progress: bool = True) -> transformers.Qwen2ForCausalL
         for step in bar:
             rate = (1 + math.cos(math.pi * max(0, step - warm) / max(1, recipe.steps - warm))) / 2
             optimizer.param_groups[0]["lr"] = recipe.learning_rate * min(rate, (step + 1) / warm)
-            ids_bt, labels_bt = tensors(demonstrations(recipe, step), encode)
-            hidden_btk = model.model(ids_bt, use_cache=False).last_hidden_state
-            chosen_bt = labels_bt != IGNORE  # the head is taken at response tokens alone
-            loss = torch.nn.functional.cross_entropy(model.lm_head(hidden_btk[chosen_bt]), labels_bt[chosen_bt])
+            loss = mean_loss(model, demonstrations(recipe, step), encode)
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -163,9 +170,9 @@ def digest(path: Path) -> str:
 
 def make_base(out: Path, recipe: Recipe = Recipe(), progress: bool = True) -> dict:
     """Trains the base, writes it to the folder `out` in Hugging Face's layout with provenance.json, and returns the provenance."""
-    started = time.perf_counter()
+    started = time.process_time()
     model = train(recipe, progress)
-    return write(model, out, recipe, time.perf_counter() - started)
+    return write(model, out, recipe, time.process_time() - started)
 
 
 def write(model: transformers.Qwen2ForCausalLM, out: Path, recipe: Recipe, seconds: float) -> dict:
@@ -187,7 +194,7 @@ def write(model: transformers.Qwen2ForCausalLM, out: Path, recipe: Recipe, secon
         "files_sha256": {path.name: digest(path) for path in files},
         "made_with": {"torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version(),
                       "cpu": torch.backends.cpu.get_cpu_capability()},
-        "seconds": round(seconds),
+        "processor_seconds": round(seconds),
     }  # fmt: skip
     (out / "provenance.json").write_text(json.dumps(provenance, indent=2) + "\n")
     return provenance
@@ -217,14 +224,30 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.out:
         made = make_base(options.out)
-        print(f"{options.out}: {made['seconds']} s, weights {made['files_sha256']['model.safetensors'][:12]}")
+        print(f"{options.out}: {made['processor_seconds']} processor seconds, weights {made['files_sha256']['model.safetensors'][:12]}")
         return 0
+    return remake()
+
+
+def remake() -> int:
+    """Makes the base again and compares. 0 when it is the shipped one to the bit, or, on another kind of CPU or release of torch, as good.
+
+    As good: the losses on demonstrations that neither was trained on differ by less than 0.01 nats a token.
+    """
     shipped = json.loads((BASE / "provenance.json").read_text())
+    recipe = Recipe(**shipped["recipe"])
     with tempfile.TemporaryDirectory() as folder:
-        made = make_base(Path(folder))
-    same = made["files_sha256"] == shipped["files_sha256"]
-    print("same files, bit for bit" if same else f"differs: shipped {shipped['made_with']}, here {made['made_with']}")
-    return 0 if same else 1
+        made = make_base(Path(folder), recipe)
+        models = load_base(BASE)[0], load_base(Path(folder))[0]
+    if made["files_sha256"] == shipped["files_sha256"]:
+        print("the same files, bit for bit")
+        return 0
+    unseen = [pair for step in range(32) for pair in demonstrations(recipe, recipe.steps + step)]
+    with torch.no_grad():
+        ours, theirs = (mean_loss(model, unseen, tokenizer().encode).item() for model in models)
+    print(f"not the same files. Loss on unseen demonstrations: shipped {ours:.4f}, made here {theirs:.4f} nats a token\n"
+          f"shipped by {shipped['made_with']}\nhere       {made['made_with']}")  # fmt: skip
+    return int(made["made_with"] == shipped["made_with"] or abs(ours - theirs) >= 0.01)
 
 
 if __name__ == "__main__":
