@@ -164,3 +164,13 @@ def task(name: str, seed: int | None = None, **config) -> Task:
     if family == "reasoning_gym" and generator:
         return ReasoningGym(generator, **config)
     raise ValueError(f"unknown task {name!r}; use {Sums.name!r} or 'reasoning_gym/<generator>', or pass a task object of your own")
+
+
+if __name__ == "__main__":
+    import sys
+
+    from logra.rl import table3
+
+    if sys.argv[1:2] != ["table3"]:
+        sys.exit("usage: python -m logra.rl.tasks table3 [--json]")
+    sys.exit(table3.main(sys.argv[2:]))
