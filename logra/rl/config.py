@@ -36,6 +36,11 @@ class RunConfig(BaseModel):
     compute: Literal["float32", "bfloat16"] = "float32"     # weights are stored in float32 either way
     checkpointing: bool = False                             # activation checkpointing, non-reentrant
 
+    # where responses are sampled, and how its weights keep up with the trainer's (`rl.placement`)
+    rollout: Literal["in_process", "process", "vllm"] = "in_process"
+    sync: Literal["none", "exact", "lossy", "full"] = "none"    # "none": on the trainer's own weights
+    rollout_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+
     # LoGRA
     rank: int = Field(64, ge=1)
     projection: Literal["rademacher", "gaussian", "hadamard"] = "rademacher"
@@ -77,6 +82,14 @@ class RunConfig(BaseModel):
         if self.method == "logra" and self.rank > self.selected_above:
             raise ValueError(f"rank is {self.rank}, but matrices with min(d, k) above selected_above = {self.selected_above} "
                              "are selected: set selected_above to at least the rank")
+        return self
+
+    @model_validator(mode="after")
+    def _rollout_can_keep_up(self):
+        if self.sync == "none" and self.rollout != "in_process":
+            raise ValueError(f"rollout is {self.rollout!r}, whose weights have to keep up with the trainer's: set sync to exact, lossy or full")
+        if self.sync != "none" and (self.method, self.trainable) != ("logra", "selected"):
+            raise ValueError(f"sync is {self.sync!r}, which sends LoGRA's selected matrices alone: set method to logra and trainable to selected")
         return self
 
     def hash(self) -> str:

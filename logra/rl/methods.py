@@ -101,7 +101,7 @@ class LoGRA:
         with timed("update"):
             if self.rest is not None:
                 row |= self.rest.step(sketches.update)
-            update = self.optimizer.step(alpha)
+            update = self.applied = self.optimizer.step(alpha)
             self.optimizer.zero_grad()
         with timed("probe"):
             realised = logra.realised_kl(self.model, update, contexts, temperature=config.temperature, applied=True)

@@ -28,8 +28,9 @@ from logra.rl.learner import load_base
 from logra.rl.loss import policy_loss, token_logprobs
 from logra.rl.methods import Dense, LoGRA
 from logra.rl.models import load
+from logra.rl.placement import place
 from logra.rl.records import records_root, write_whole
-from logra.rl.rollout import generate, named_seed
+from logra.rl.rollout import named_seed
 from logra.rl.tasks import task as make_task
 
 
@@ -43,6 +44,7 @@ class Trainer:
         self.method = (LoGRA if config.method == "logra" else Dense)(self.model, config)
         if config.checkpointing:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.rollout = place(config, self.model, self.tokenizer, self.method)
         self.update, self.baseline = 0, 0.0
         self.seconds: dict[str, float] = {}
 
@@ -60,9 +62,7 @@ class Trainer:
         first = (u - 1) * config.prompts
         problems = [self.task.problem("train", first + i) for i in range(config.prompts)]
         with self._timed("rollout"):
-            self.model.eval()
-            batch = generate(self.model, self.tokenizer, [p.prompt for p in problems], named_seed(config.seed, "rollout", u),
-                             config.max_new_tokens, config.temperature)
+            batch = self.rollout.generate([p.prompt for p in problems], named_seed(config.seed, "rollout", u), config.max_new_tokens, config.temperature)
         with self._timed("reward"):
             scores = rewards.score(self.task, problems, batch.texts, config.incorrect_reward, config.binary_reward)
         reward = torch.tensor(scores.rewards)
@@ -78,6 +78,9 @@ class Trainer:
                "length": tokens / len(batch), "truncated": float((~batch.complete).double().mean()), "tokens": tokens,
                "verifier_failures": scores.failures, "mismatch": float((batch.logprobs[batch.response_mask] - logprobs).double().mean())}
         row |= self.method.update(self._timed, batch, logprobs)
+        if config.sync != "none":
+            row |= self.rollout.publish(self.method.applied)
+            self.seconds["sync"] = self.rollout.seconds
         self.baseline = config.baseline_decay * self.baseline + (1 - config.baseline_decay) * float(reward.mean())
         self.update = u
         return row
@@ -154,6 +157,8 @@ def run(config: RunConfig, folder: Path, resume: bool = True) -> Path:
         except KeyboardInterrupt:
             print(f"\nstopped after update {trainer.update} of {config.updates}; --resume goes on from the last checkpoint", file=sys.stderr)
             raise
+        finally:
+            trainer.rollout.close()
     for kind, name in (("evaluation", "evaluations"), ("timings", "timings"), ("metrics", "metrics")):   # metrics last: it marks the record as whole
         frame = pd.DataFrame([row for row in rows if row["kind"] == kind]).drop(columns="kind")
         frame.to_parquet(folder / f".{name}.aside")

@@ -128,7 +128,7 @@ def test_a_rewarded_response_becomes_more_likely(folder, method, monkeypatch):
         seen["batch"] = generate(*args, **kwargs)
         return seen["batch"]
 
-    monkeypatch.setattr("logra.rl.train.generate", keep)
+    monkeypatch.setattr("logra.rl.placement.generate", keep)
     monkeypatch.setattr(trainer.task, "verify", lambda response, problem: float(problem.index == 3))
     before_weights = {n: p.clone() for n, p in trainer.model.named_parameters()}
     trainer.step()
