@@ -15,6 +15,7 @@ The length in front makes a message readable from a stream: `write` and `read` t
 
 import hashlib
 import json
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -242,6 +243,6 @@ def _integer(value, low: int, high: int) -> int:
 
 
 def _fingerprint(value) -> int:
-    if not isinstance(value, str) or len(value) != 16:
+    if not isinstance(value, str) or not re.fullmatch("[0-9a-f]{16}", value):
         raise ValueError(f"{value!r:.50} is no fingerprint")
     return int(value, 16)
