@@ -47,30 +47,46 @@ def predicted_kl(model, proposal, contexts: Contexts, method: str = "jvp", tempe
     """q(D) of Eq. 6, in nats a prediction: α²q(D) approximates the mean KL between the policies before and after αD.
 
     proposal: what `optimizer.propose()` returned, or a LowRankUpdate. method: "jvp" (forward-mode AD) or
-    "finite_difference" (two forwards at ±D; any attention). The model runs in eval mode and is restored, also after an
+    "finite_difference" (two forwards at ±D, and two at less if D is large; any attention). The model runs in eval mode and is restored, also after an
     exception. Finite differences need a float32 forward: in bfloat16 a small step is lost in rounding. Raises ValueError for no
     predictions, left padding, a temperature that is not positive, or an unknown method.
     """
     _check(contexts, temperature)
     factors = _factors(model, proposal)
-    device = contexts.input_ids.device
     if method == "jvp":
-        with _evaluating(model), _differentiable_attention(model), forward_ad.dual_level():
-            with warnings.catch_warnings():                 # torch's first dual number uses its own deprecated torch.jit.script
-                warnings.simplefilter("ignore", DeprecationWarning)
-                a = forward_ad.make_dual(torch.zeros((), device=device), torch.ones((), device=device))
-            h, logits, rates = _hidden(model, contexts, factors, a)
-            h, h_dot = forward_ad.unpack_dual(h)
-        h_dot = torch.zeros_like(h) if h_dot is None else h_dot
-        pairs = ((logits(h[i:i + _CHUNK]), rates(h_dot[i:i + _CHUNK])) for i in range(0, len(h), _CHUNK))
-    elif method == "finite_difference":
-        with _evaluating(model):
-            plus, logits, _ = _hidden(model, contexts, factors, 1.0)
-            minus, _, _ = _hidden(model, contexts, factors, -1.0)
-        ends = ((logits(plus[i:i + _CHUNK]), logits(minus[i:i + _CHUNK])) for i in range(0, len(plus), _CHUNK))
-        pairs = (((up + down) / 2, (up - down) / 2) for up, down in ends)
-    else:
+        return _mean_variance(_dual_logits(model, contexts, factors), contexts, temperature)
+    if method != "finite_difference":
         raise ValueError(f"unknown method {method!r}: it is 'jvp' or 'finite_difference'")
+    q = _mean_variance(_logit_differences(model, contexts, factors, 1.0), contexts, temperature)
+    if q > 1e-3:                                            # D leaves the quadratic's range: again, with a step that does not
+        q = _mean_variance(_logit_differences(model, contexts, factors, math.sqrt(1e-4 / q)), contexts, temperature)
+    return q
+
+
+def _dual_logits(model, contexts, factors):
+    """(logits, their rates along D), a few tokens at a time, by one forward with dual numbers."""
+    device = contexts.input_ids.device
+    with _evaluating(model), _differentiable_attention(model), forward_ad.dual_level():
+        with warnings.catch_warnings():                     # torch's first dual number uses its own deprecated torch.jit.script
+            warnings.simplefilter("ignore", DeprecationWarning)
+            a = forward_ad.make_dual(torch.zeros((), device=device), torch.ones((), device=device))
+        h, logits, rates = _hidden(model, contexts, factors, a)
+        h, h_dot = forward_ad.unpack_dual(h)
+    h_dot = torch.zeros_like(h) if h_dot is None else h_dot
+    return ((logits(h[i:i + _CHUNK]), rates(h_dot[i:i + _CHUNK])) for i in range(0, len(h), _CHUNK))
+
+
+def _logit_differences(model, contexts, factors, step):
+    """The same from two forwards at ±step · D: central differences, of second order in the step."""
+    with _evaluating(model):
+        plus, logits, _ = _hidden(model, contexts, factors, step)
+        minus, _, _ = _hidden(model, contexts, factors, -step)
+    ends = ((logits(plus[i:i + _CHUNK]), logits(minus[i:i + _CHUNK])) for i in range(0, len(plus), _CHUNK))
+    return (((up + down) / 2, (up - down) / (2 * step)) for up, down in ends)
+
+
+def _mean_variance(pairs, contexts, temperature) -> float:
+    """Eq. 6 from (logits, rates)."""
     total = 0.0
     with torch.no_grad():
         for z_nv, rate_nv in pairs:

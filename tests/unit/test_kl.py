@@ -60,8 +60,9 @@ def test_the_probe_is_equation_6_and_the_realised_kl_is_that_of_the_dense_weight
         assert logra.realised_kl(model, proposal, contexts, alpha, temperature) == pytest.approx(expected, rel=1e-3)
 
 
-def test_finite_differences_agree_within_a_percent_at_a_nominal_step():
-    model, optimizer, contexts = prepared(relative_step=1e-3)
+@pytest.mark.parametrize("relative_step", [1e-3, 1e-1], ids=["nominal", "beyond the quadratic"])
+def test_finite_differences_agree_within_a_percent_at_any_size_of_the_proposal(relative_step):
+    model, optimizer, contexts = prepared(relative_step=relative_step)
     proposal = optimizer.propose()
     exact = logra.predicted_kl(model, proposal, contexts)
     assert logra.predicted_kl(model, proposal, contexts, "finite_difference") == pytest.approx(exact, rel=0.01)
