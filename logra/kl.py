@@ -57,9 +57,10 @@ def predicted_kl(model, proposal, contexts: Contexts, method: str = "jvp", tempe
         return _mean_variance(_dual_logits(model, contexts, factors), contexts, temperature)
     if method != "finite_difference":
         raise ValueError(f"unknown method {method!r}: it is 'jvp' or 'finite_difference'")
-    q = _mean_variance(_logit_differences(model, contexts, factors, 1.0), contexts, temperature)
-    if q > 1e-3:                                            # D leaves the quadratic's range: again, with a step that does not
-        q = _mean_variance(_logit_differences(model, contexts, factors, math.sqrt(1e-4 / q)), contexts, temperature)
+    step, q = 1.0, math.inf
+    while step ** 2 * q > 1e-4:                             # the differences left the quadratic's range: again, with a step that does not
+        step = min(step, math.sqrt(1e-5 / q)) if q < math.inf else step
+        q = _mean_variance(_logit_differences(model, contexts, factors, step), contexts, temperature)
     return q
 
 
