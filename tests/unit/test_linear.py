@@ -1,6 +1,7 @@
 """Sketches in backward: S = G Aᵀ (Eq. 2) against plain autograd in float64, whatever surrounds the layer; and what is never allocated."""
 
 import copy
+import weakref
 from contextlib import nullcontext
 
 import models
@@ -107,6 +108,20 @@ def test_checkpointing_leaves_the_sketch_alone_with_frozen_embeddings_too(build,
     assert all(torch.equal(a, b) for a, b in zip(S, expected)) and float(S[0].norm()) > 0
 
 
+def test_projections_that_are_kept_are_those_of_each_update():
+    def train(**settings):
+        model = models.qwen2()
+        sketches = logra.attach(model, 16, **settings)
+        optimizer = logra.RowAdam(sketches, relative_step=1e-2)
+        for update in range(3):
+            models.loss(model, models.ids(1, 9, seed=update)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [sketch.weight for sketch in sketches.values()]
+
+    assert all(torch.equal(a, b) for a, b in zip(train(keep_projections=True), train()))
+
+
 def test_checkpointing_by_hand_leaves_the_sketch_alone():
     x, layer = torch.randn(5, 80), Layer(48, 80, True).train()
     sketch = logra.attach(layer, 8, modules=["proj"])["proj"]
@@ -151,6 +166,10 @@ def test_backward_makes_nothing_of_the_gradients_size_and_forward_keeps_no_input
     layer = Layer(d, k, bias=True)
     sketch = logra.attach(layer, rank, modules=["proj"])["proj"]
     x, kept = torch.randn(t, k, requires_grad=True), []
+    temporary = x * 2
+    gone, output = weakref.ref(temporary), layer.proj(temporary)
+    del temporary
+    assert gone() is None and output.requires_grad          # no graph, context or sketch holds the input
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             y = layer.proj(x)

@@ -87,6 +87,9 @@ def test_row_adam_is_equation_15_over_refreshed_projections():
         third = list(proposal.values())[2]
         assert not third.any() and not list(proposal.values())[0][1].any()                # zero sketches, zero updates
         optimizer.step()
+        for name, sketch in sketches.items():
+            torch.testing.assert_close(optimizer.state[sketch.weight]["v_d"], v[name])
+            assert optimizer.state[sketch.weight]["step"] == t
 
 
 def test_rows_of_any_size_are_scaled_without_loss():
