@@ -46,10 +46,10 @@ class Contexts:
 def predicted_kl(model, proposal, contexts: Contexts, method: str = "jvp", temperature: float = 1.0) -> float:
     """q(D) of Eq. 6, in nats a prediction: α²q(D) approximates the mean KL between the policies before and after αD.
 
-    proposal: what `optimizer.propose()` returned, or a LowRankUpdate. method: "jvp" (forward-mode AD) or
-    "finite_difference" (two forwards at ±D, and two at less if D is large; any attention). The model runs in eval mode and is restored, also after an
-    exception. Finite differences need a float32 forward: in bfloat16 a small step is lost in rounding. Raises ValueError for no
-    predictions, left padding, a temperature that is not positive, or an unknown method.
+    proposal: what `optimizer.propose()` returned, or a LowRankUpdate. method: "jvp" (forward-mode AD) or "finite_difference"
+    (two forwards at ±D, and two at less if D is large; any attention; it needs a float32 forward, since in bfloat16 a small step is
+    lost in rounding). The model runs in eval mode and is restored, also after an exception. Raises ValueError for no predictions,
+    left padding, a temperature that is not positive, or an unknown method.
     """
     _check(contexts, temperature)
     factors = _factors(model, proposal)
@@ -57,9 +57,10 @@ def predicted_kl(model, proposal, contexts: Contexts, method: str = "jvp", tempe
         return _mean_variance(_dual_logits(model, contexts, factors), contexts, temperature)
     if method != "finite_difference":
         raise ValueError(f"unknown method {method!r}: it is 'jvp' or 'finite_difference'")
-    step, q = 1.0, math.inf
-    while step ** 2 * q > 1e-4:                             # the differences left the quadratic's range: again, with a step that does not
-        step = min(step, math.sqrt(1e-5 / q)) if q < math.inf else step
+    step = 1.0
+    q = _mean_variance(_logit_differences(model, contexts, factors, step), contexts, temperature)
+    while 1e-4 < step ** 2 * q < math.inf:                  # the differences left the quadratic's range: again, with a step that does not
+        step = math.sqrt(1e-5 / q)
         q = _mean_variance(_logit_differences(model, contexts, factors, step), contexts, temperature)
     return q
 

@@ -68,6 +68,16 @@ def test_finite_differences_agree_within_a_percent_at_any_size_of_the_proposal(r
     assert logra.predicted_kl(model, proposal, contexts, "finite_difference") == pytest.approx(exact, rel=0.01)
 
 
+@pytest.mark.parametrize("value,method", [(math.nan, "jvp"), (math.inf, "jvp"), (1e30, "jvp"),
+                                          (math.nan, "finite_difference"), (math.inf, "finite_difference")])
+def test_a_proposal_that_is_not_finite_ends_in_an_error_and_not_in_a_step(value, method):
+    model, optimizer, contexts = prepared()
+    proposal = optimizer.propose()
+    proposal["model.layers.2.mlp.down_proj"][:] = value
+    with pytest.raises(FloatingPointError, match="predicted KL is"):
+        logra.KLControl(logra.ConstantBudget(1e-4), method=method).scale(model, proposal, contexts)
+
+
 def test_the_kl_over_its_prediction_goes_to_one_with_the_scale_itself():
     model, optimizer, contexts = prepared()
     proposal = optimizer.propose()
