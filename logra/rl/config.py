@@ -19,7 +19,7 @@ class RunConfig(BaseModel):
     model: str = "learner"                                  # "learner", a name that rl.models knows, or a Hugging Face folder
     task: str = "sums"                                      # see rl.tasks
     task_config: dict = {}
-    method: Literal["logra", "dense"] = "logra"
+    method: Literal["logra", "dense", "lora"] = "logra"
     trainable: Literal["selected", "all"] = "selected"      # the attention and MLP projections alone, or the rest as well by AdamW
     selected_above: int = Field(64, ge=1)                   # matrices with min(d, k) above it are selected, whatever the method
 
@@ -42,7 +42,7 @@ class RunConfig(BaseModel):
     rollout_dtype: Literal["bfloat16", "float32"] = "bfloat16"
 
     # LoGRA
-    rank: int = Field(64, ge=1)
+    rank: int = Field(64, ge=1)                             # of LoRA's adapters as well
     projection: Literal["rademacher", "gaussian", "hadamard"] = "rademacher"
     refresh: bool = True
     optimizer: Literal["rowadam", "sgd"] = "rowadam"
@@ -60,7 +60,7 @@ class RunConfig(BaseModel):
     probe: Literal["jvp", "finite_difference"] = "jvp"
     probe_responses: int = Field(8, ge=1)                   # two for each of the paper's four training GPUs
 
-    # AdamW, of the dense method and of the rest that `trainable: all` adds
+    # AdamW, of the dense method, of the rest that `trainable: all` adds, and of LoRA, which has the learning rate without a schedule (D.4)
     learning_rate: float = Field(1e-6, gt=0)
     learning_rate_end: float = Field(1e-7, ge=0)
     warmup: int = Field(9, ge=0)
@@ -79,9 +79,15 @@ class RunConfig(BaseModel):
 
     @model_validator(mode="after")
     def _rank_below_selection(self):
-        if self.method == "logra" and self.rank > self.selected_above:
+        if self.method != "dense" and self.rank > self.selected_above:
             raise ValueError(f"rank is {self.rank}, but matrices with min(d, k) above selected_above = {self.selected_above} "
                              "are selected: set selected_above to at least the rank")
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_alone(self):
+        if self.method == "lora" and self.trainable != "selected":
+            raise ValueError(f"trainable is {self.trainable!r}, but LoRA trains adapters of the selected matrices and nothing else: set it to selected")
         return self
 
     @model_validator(mode="after")

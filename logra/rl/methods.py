@@ -1,23 +1,24 @@
-"""The two ways from a backward to new weights, with one interface: LoGRA, and dense AdamW as the paper's baseline."""
+"""The ways from a backward to new weights, with one interface: LoGRA, and the paper's baselines, dense AdamW and LoRA."""
 
 import math
 
+import peft
 import torch
 
 import logra
 from logra.rl.config import RunConfig
-from logra.rl.rollout import Rollout
+from logra.rl.rollout import Rollout, named_seed
 
 
 def selected(model, config: RunConfig) -> list[str]:
-    """Names of the matrices that both methods train: the same for every rank up to `selected_above`."""
+    """Names of the matrices that every method trains: the same for every rank up to `selected_above`."""
     names = list(logra.attach(model, config.selected_above))
     logra.detach(model)
     return names
 
 
 class AdamW:
-    """AdamW on float32 weights with a linear warm-up and a cosine to `learning_rate_end` (Table 4); no weight decay."""
+    """AdamW on float32 weights, no weight decay; a linear warm-up and a cosine to `learning_rate_end` (Table 4), or a constant rate for LoRA (D.4)."""
 
     def __init__(self, parameters, config: RunConfig):
         self.config = config
@@ -25,6 +26,8 @@ class AdamW:
 
     def rate(self, update: int) -> float:
         config = self.config
+        if config.method == "lora":
+            return config.learning_rate
         if update <= config.warmup:
             return config.learning_rate * update / config.warmup
         done = min(1.0, (update - config.warmup) / max(1, config.schedule_updates - config.warmup))
@@ -46,12 +49,16 @@ class Dense:
     """Ordinary gradients and AdamW, on the selected matrices or on everything."""
 
     def __init__(self, model, config: RunConfig):
-        self.model, self.updates = model, 0
+        self.updates = 0
+        self.choose(model, config)
+        self.adamw = AdamW([p for p in model.parameters() if p.requires_grad], config)
+
+    def choose(self, model, config: RunConfig) -> None:
+        """Leaves `requires_grad` on what is trained."""
         if config.trainable == "selected":
             chosen = {f"{name}.weight" for name in selected(model, config)}
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_(name in chosen)
-        self.adamw = AdamW([p for p in model.parameters() if p.requires_grad], config)
 
     def update(self, timed, batch: Rollout, logprobs) -> dict:
         self.updates += 1
@@ -64,6 +71,20 @@ class Dense:
     def load_state_dict(self, state: dict) -> None:
         self.updates = state["updates"]
         self.adamw.optimizer.load_state_dict(state["optimizer"])
+
+
+class LoRA(Dense):
+    """Low-rank adapters of the selected matrices, W + B_dr A_rk, and AdamW on A and B; every weight of the model stays as it is.
+
+    peft's defaults, B = 0 and A uniform, without dropout. The adapters' scale alpha / rank is 1: the paper does not state alpha, and
+    under Adam a scale and a learning rate do much the same, of which the rate is the one that is swept.
+    """
+
+    def choose(self, model, config: RunConfig) -> None:
+        adapters = peft.LoraConfig(r=config.rank, lora_alpha=config.rank, lora_dropout=0.0, target_modules=selected(model, config))
+        with torch.random.fork_rng([]):
+            torch.manual_seed(named_seed(config.seed, "adapters"))
+            peft.inject_adapter_in_model(adapters, model)   # in place: the model samples and evaluates through them
 
 
 class LoGRA:

@@ -26,7 +26,7 @@ from logra.rl.config import RunConfig
 from logra.rl.evaluate import evaluate
 from logra.rl.learner import load_base
 from logra.rl.loss import policy_loss, token_logprobs
-from logra.rl.methods import Dense, LoGRA
+from logra.rl.methods import Dense, LoGRA, LoRA
 from logra.rl.models import load
 from logra.rl.placement import place
 from logra.rl.records import records_root, write_whole
@@ -41,7 +41,7 @@ class Trainer:
         self.config = config
         self.model, self.tokenizer = load_base() if config.model == "learner" else load(config.model)
         self.task = make_task(config.task, **config.task_config)
-        self.method = (LoGRA if config.method == "logra" else Dense)(self.model, config)
+        self.method = {"logra": LoGRA, "dense": Dense, "lora": LoRA}[config.method](self.model, config)
         if config.checkpointing:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.rollout = place(config, self.model, self.tokenizer, self.method)
