@@ -88,7 +88,7 @@ def run(task: Task, aside: Path, log: Path, extra: dict[str, str], show: Callabl
     ours = {"FIGURES": figures, "INPUTS": aside / "inputs.jsonl", "OUTPUTS": aside / "outputs.jsonl", "MARKER": aside / "mark.json", "NONCE": nonce}
     environment = os.environ | extra | {f"LOGRA_{name}": str(value) for name, value in ours.items()}
     # Paths from the root, since papermill takes braces in a path for its own; the notebook's folder is its working directory, as under Jupyter.
-    command = [sys.executable, "-m", "papermill", _inside(task.source), _inside(executed), "-f", _inside(parameters), "--kernel", "python3",
+    command = [sys.executable, "-m", "papermill", _inside(task.source), _inside(executed), "-f", _inside(parameters), "--kernel", "python3", "--language", "python",
                "--cwd", _inside(task.source.parent), "--log-output", "--no-progress-bar", "--start-timeout", "120"]
     begun = time.monotonic()
     with log.open("wb") as stream:
