@@ -5,6 +5,7 @@ import math
 import models
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import logra
 from logra import projection, update
@@ -85,14 +86,26 @@ def test_the_order_of_summation_changes_nothing():
         assert torch.equal(total, made.dense(NAME))
 
 
-def test_newer_precision_settings_are_met_and_left():
-    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+class Precisions(TorchDispatchMode):
+    """The float32 precision that matrix products within it are made at."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.mm.default:
+            self.seen = [backend.fp32_precision for backend in (torch.backends.mkldnn.matmul, torch.backends.cuda.matmul)]
+        return func(*args, **(kwargs or {}))
+
+
+def test_reduced_precision_is_set_aside_and_comes_back():
+    backends = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul
+    made, _ = make(bits=16)
     try:
-        made, _ = make(bits=16)
-        assert torch.equal(made.dense(NAME), exact(made, "rademacher", 16).float())
-        assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"
+        backends[0].fp32_precision, backends[1].fp32_precision = "bf16", "tf32"          # torch's newer way to ask for it
+        with Precisions() as products:
+            whole = made.dense(NAME)
+        assert torch.equal(whole, exact(made, "rademacher", 16).float()) and products.seen == ["ieee", "ieee"]
+        assert [backend.fp32_precision for backend in backends] == ["bf16", "tf32"]
     finally:
-        torch.backends.mkldnn.matmul.fp32_precision = "none"
+        backends[0].fp32_precision = backends[1].fp32_precision = "none"
 
 
 @pytest.mark.parametrize("bits", [8, 16])
@@ -105,8 +118,10 @@ def test_rounding_moves_an_entry_by_half_a_step_of_its_rows_peak(bits):
     assert ((m.factor() - wanted).abs() <= 0.5 * step_d[:, None]).all()
     peak_d = m.integers_dr.abs().amax(1)
     assert (peak_d >= largest // 2).all() and (peak_d <= largest).all()                   # the exponent is the least that fits
-    again, _ = make(rank=64, bits=bits, F_dr=m.factor() * math.sqrt(64))                  # what is rounded stays as it is
-    assert torch.equal(again.dense(NAME), made.dense(NAME))
+    integers_dr = torch.randint(-largest, largest, (D, 64), generator=torch.Generator().manual_seed(1)).float()
+    integers_dr[:, 5] = largest
+    again, _ = make(rank=64, bits=bits, F_dr=integers_dr * 2.0**-20 * math.sqrt(64))      # what is rounded already stays as it is
+    assert torch.equal(again.matrices[NAME].integers_dr.float(), integers_dr)
 
 
 def test_rows_of_zero_of_subnormals_and_near_overflow():
@@ -124,7 +139,7 @@ def test_what_is_not_finite_is_refused_before_anything_is_applied(value):
     F_dr = factor(16)
     F_dr[3, 5] = value
     with pytest.raises(FloatingPointError, match="the update of up is not finite: nothing was applied"):
-        make(F_dr=F_dr * 4)
+        make(F_dr=F_dr)                                     # 3e38: the factor itself is finite, its sums are not
 
 
 def test_other_types_and_bits_are_refused():
