@@ -82,13 +82,15 @@ class Sketch:
 
 
 class _SketchedProduct(torch.autograd.Function):
+    """X Wᵀ + b, which keeps X Aᵀ in place of X; its backward adds dYᵀ (X Aᵀ) = G Aᵀ to the sketch (Eq. 2)."""
+
     @staticmethod
     def forward(ctx, x, weight, bias, anchor, sketch):
         ctx.x_shape, ctx.x_dtype, ctx.sketch = x.shape, x.dtype, sketch
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             x = x.to(dtype)
-        P_tr = sketch.project(x.reshape(-1, x.shape[-1]), sketch.key)   # kept in place of x
+        P_tr = sketch.project(x.reshape(-1, x.shape[-1]), sketch.key)
         ctx.save_for_backward(P_tr, weight)
         return F.linear(x, weight, bias)
 
@@ -99,7 +101,7 @@ class _SketchedProduct(torch.autograd.Function):
         dY_td = dy.reshape(-1, dy.shape[-1])
         ctx.sketch.add(dY_td, P_tr)
         dx = None
-        if ctx.needs_input_grad[0]:
+        if ctx.needs_input_grad[0]:                         # under autocast W is narrowed for it, as in plain autograd
             dx = (dY_td @ weight.to(dY_td.dtype)).view(ctx.x_shape).to(ctx.x_dtype)
         db = dY_td.sum(0) if ctx.needs_input_grad[2] else None
         return dx, None, db, None, None
