@@ -1,7 +1,7 @@
 """Runs the notebooks of a profile and keeps what they make: `./reproduce.sh`.
 
 Each notebook runs in a process of its own (`logra.paper.execute`) and writes aside; only a run that is believed moves its files into the
-profile's figure folder, into `manifest.json` beside them, and its executed copy, as HTML, into `build/<profile>/html`. A notebook is
+profile's figure folder, into `manifest.json` beside them, and its executed copy, as HTML, into its `notebooks/`. A notebook is
 `cached` when this machine has already run it with the same notebook, parameters, code and versions, and its files are still as they were.
 The others go on when one fails; the exit code is then 1. It is 2 for a request that cannot be met (nothing has run), 130 after Ctrl-C.
 """
@@ -82,12 +82,12 @@ class Reproduction:
         try:
             with self._progress(task) as show:
                 result = execute.run(task, aside, self.build / "logs" / f"{task.stem}.log", extra, show)
-                page = _html(result.executed)
-            return result.seconds, self._take(task, result, page)
+                rendered = _html(result.executed)
+            return result.seconds, self._take(task, result, rendered)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
 
-    def _take(self, task: Task, result: execute.Result, page: str) -> str:
+    def _take(self, task: Task, result: execute.Result, rendered: str) -> str:
         outputs = {self._label(name): provenance.sha256(result.figures / name) for name in sorted(task.outputs)}
         entry = {
             "notebook": task.name, "notebook_sha256": provenance.sha256(task.source), "parameters": task.parameters, "inputs": result.inputs, "outputs": outputs,
@@ -101,7 +101,7 @@ class Reproduction:
             artifact = manifest.setdefault(Path(name).stem, entry | {"outputs": {}, "class": result.classes[name]})
             artifact["outputs"][self._label(name)] = outputs[self._label(name)]
         self._state(task).unlink(missing_ok=True)            # from here until the end, an interruption means: run it again
-        _write(self._page(task), page)
+        _write(self._page(task), rendered)
         _move_in({result.figures / name: self.figures / name for name in task.outputs})
         _write(self.manifest, provenance.canonical(manifest) + "\n")
         _write(self._state(task), provenance.canonical(entry) + "\n")
@@ -123,7 +123,15 @@ class Reproduction:
         return self.build / "state" / f"{task.stem}.json"
 
     def _page(self, task: Task) -> Path:
-        return self.build / "html" / f"{task.stem}.html"
+        return self.figures / "notebooks" / f"{task.stem}.html"
+
+    def write_index(self) -> None:
+        """The reader's page, from the manifest and the ledger as they are now, where there is a ledger."""
+        if not (ROOT / "data" / "paper" / "claims.csv").is_file():
+            return
+        from logra.paper import page                         # imports the method, seconds that a cached run does not need
+
+        _write(self.figures / "index.html", page.render(self.figures, self.name))
 
     def _label(self, name: str) -> str:
         return f"{self.profile.figures}/{name}"
@@ -238,8 +246,10 @@ def reproduce(arguments: argparse.Namespace, console: Console) -> int:
                 return 130
             counts[status] += 1
             work.say(status, Text(f"{task.stem:<24} {detail}"))
+        if counts["recomputed"] or not (work.figures / "index.html").is_file() and work.manifest.is_file():
+            work.write_index()
     done = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
-    where = f"figures in {profile.figures}/, pages in build/{work.name}/html/"
+    where = f"to read: {profile.figures}/index.html"
     console.print(Text(f"{done}{f' ({chr(44).join(failed)})' if failed else ''} in {time.monotonic() - begun:.0f} s; {where}"), soft_wrap=True)
     return 1 if failed else 0
 

@@ -104,7 +104,7 @@ class Project:
 
     def figures(self, profile):
         folder = self.root / f"build/{profile}/figures"
-        return {path.name: path.read_bytes() for path in folder.iterdir()} if folder.exists() else {}
+        return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} if folder.exists() else {}
 
     def manifest(self, profile):
         return json.loads((self.root / f"build/{profile}/figures/manifest.json").read_text())
@@ -136,7 +136,7 @@ def test_only_a_run_that_may_be_believed_is_taken_and_the_others_go_on(project):
     assert (folder / "killed.pdf").read_text() == "from a run before"
     assert list(project.manifest("bad")) == ["good"]
     assert not list((project.root / "build/bad/aside").iterdir()), "nothing is left aside"
-    assert [path.name for path in (project.root / "build/bad/html").iterdir()] == ["good.html"]
+    assert [path.name for path in (project.root / "build/bad/figures/notebooks").iterdir()] == ["good.html"]
     assert "drawn" in (project.root / "build/bad/logs/good.log").read_text()
 
 
@@ -213,7 +213,7 @@ def test_an_interrupted_run_leaves_no_process_and_nothing_taken(project):
 def test_a_full_disk_changes_no_result(project, tmp_path, monkeypatch):
     project.write("full", {"stored": (good("stored"), 60, {})})
     assert project.run("--profile", "full")[0] == 0
-    before, html = project.figures("full"), project.root / "build/full/html/stored.html"
+    before, html = project.figures("full"), project.root / "build/full/figures/notebooks/stored.html"
     limit = html.stat().st_size // 2                     # the figures fit below it, the page does not: the kernel itself refuses the write
     assert max(map(len, before.values())) < limit
     code, output = project.run("--profile", "full", "--force", preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))

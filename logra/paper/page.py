@@ -1,0 +1,40 @@
+"""The reader's page, figures/index.html: all figures and tables with what each is, the ledger of claims, the environment. No network."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import jinja2
+
+from logra.paper import claims, provenance
+
+_PICTURES, _DATA = (".png",), {".csv": "data", ".svg": "SVG", ".pdf": "PDF", ".html": "table", ".tex": "LaTeX"}
+
+
+def render(figures: Path, profile: str) -> str:
+    """The page for a folder with a manifest.json, as HTML that depends on the manifest and the ledger alone. Raises FileNotFoundError without one."""
+    manifest = json.loads((figures / "manifest.json").read_text())
+    ledger = claims.ledger()
+    rows = [{"section": c.section, "claim": c.claim, "paper": claims.shown(c.paper, c.unit), "ours": claims.shown(c.ours, c.unit), "verdict": c.verdict,
+             "how": c.how, "note": c.note, "kind": c.kind} for c in ledger]
+    kinds = list(dict.fromkeys(row["kind"] for row in rows))
+    entries = list(manifest.values())
+    environment = [("device", ", ".join(sorted({entry["device"] for entry in entries})))]
+    environment += [(name, ", ".join(sorted({entry["versions"][name] for entry in entries}))) for name in provenance.versions()]
+    template = jinja2.Environment(autoescape=True, trim_blocks=True).from_string(Path(__file__).with_name("page.html.j2").read_text())
+    return template.render(
+        command="./reproduce.sh" + ("" if profile == "laptop" else f" --profile {profile}"), cards=[_card(name, entry, profile) for name, entry in sorted(manifest.items())],
+        claims=rows, counts=Counter(row["verdict"] for row in rows).most_common(), groups=[(kind, [row for row in rows if row["kind"] == kind]) for kind in kinds],
+        environment=environment,
+    )  # fmt: skip
+
+
+def _card(name: str, entry: dict, profile: str) -> dict:
+    files = {Path(label).suffix: (Path(label).name, digest) for label, digest in entry["outputs"].items()}
+    stem = Path(entry["notebook"]).name
+    picture = next((files[suffix] for suffix in _PICTURES if suffix in files), None)
+    links = [("notebook", f"notebooks/{stem}.html")] + [(label, files[suffix][0]) for suffix, label in _DATA.items() if suffix in files]
+    shown = picture or next(iter(files.values()))
+    option = "" if profile == "laptop" else f" --profile {profile}"
+    return {"name": name, "kind": entry["class"], "picture": picture and picture[0], "links": links, "seconds": f"{entry['seconds']:.0f}", "hash": shown[1][:12],
+            "command": f"./reproduce.sh{option} --only {stem}"}
