@@ -10,7 +10,8 @@ _BATCH = 512                                                # responses generate
 
 def evaluate(model, tokenizer, task, config, update: int) -> dict:
     """One row of `evaluations.parquet`: pass_at_1, pass_at_k, score (the verifier's, partial credit included), length (generated
-    tokens a response), truncated (share that did not end by itself), samples, verifier_failures.
+    tokens a response), truncated (share that did not end by itself), samples, verifier_failures. Where the problems are of several
+    tasks (`mixture.Mixture`), also each task's mean score as score/<task>, and macro, the mean of these (C.2).
 
     The problems are the first `evaluation_prompts` of the task's evaluation split, the same at every update.
     """
@@ -29,6 +30,11 @@ def evaluate(model, tokenizer, task, config, update: int) -> dict:
         complete.append(out.complete)
     score = torch.tensor(scores, dtype=torch.float64).view(count, config.evaluation_samples)
     right = score >= 1
-    return {"update": update, "pass_at_1": float(right.double().mean()), "pass_at_k": float(right.any(1).double().mean()),
-            "score": float(score.mean()), "length": float(torch.cat(lengths).double().mean()),
-            "truncated": float((~torch.cat(complete)).double().mean()), "samples": score.numel(), "verifier_failures": failures}
+    row = {"update": update, "pass_at_1": float(right.double().mean()), "pass_at_k": float(right.any(1).double().mean()),
+           "score": float(score.mean()), "length": float(torch.cat(lengths).double().mean()),
+           "truncated": float((~torch.cat(complete)).double().mean()), "samples": score.numel(), "verifier_failures": failures}
+    tasks = [problem.task for problem in problems[::config.evaluation_samples]]
+    if len(set(tasks)) > 1:
+        means = {name: float(score[[task == name for task in tasks]].mean()) for name in sorted(set(tasks))}
+        row |= {"macro": sum(means.values()) / len(means), **{f"score/{name}": mean for name, mean in means.items()}}
+    return row

@@ -37,6 +37,7 @@ import logra
 from logra.rl.tasks import Problem, Sums
 
 BASE = Path(logra.__file__).resolve().parent.parent / "data" / "learner"
+BASES = {"learner": BASE, "mixture_learner": BASE.with_name("mixture_learner")}    # `RunConfig.model` -> what is shipped
 SPECIALS = ["<pad>", "<bos>", "<eos>", "<unk>"]
 IGNORE = -100
 
@@ -53,6 +54,11 @@ class Recipe:
     skip: float = 0.5          # chance that a demonstration skips the working
     slip: float = 0.5          # chance that an addition of the working loses its carry, where there is one
     threads: int = 1           # of torch while training: another number sums in another order
+
+    command = "python -m logra.rl.learner --out DIR"
+
+    def demonstrations(self, step: int) -> list[tuple[str, str]]:
+        return demonstrations(self, step)
 
     def sha256(self) -> str:
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
@@ -152,7 +158,7 @@ def train(recipe: Recipe, progress: bool = True) -> transformers.Qwen2ForCausalL
         for step in bar:
             rate = (1 + math.cos(math.pi * max(0, step - warm) / max(1, recipe.steps - warm))) / 2
             optimizer.param_groups[0]["lr"] = recipe.learning_rate * min(rate, (step + 1) / warm)
-            loss = mean_loss(model, demonstrations(recipe, step), encode)
+            loss = mean_loss(model, recipe.demonstrations(step), encode)
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -187,10 +193,10 @@ def write(model: transformers.Qwen2ForCausalLM, out: Path, recipe: Recipe, secon
     tokenizer().save_pretrained(out)
     files = sorted(path for path in out.iterdir() if path.name != "provenance.json")
     provenance = {
-        "command": "python -m logra.rl.learner --out DIR",
+        "command": recipe.command,
         "recipe": asdict(recipe),
         "recipe_sha256": recipe.sha256(),
-        "first_demonstrations_sha256": hashlib.sha256(json.dumps(demonstrations(recipe, 0)).encode()).hexdigest(),
+        "first_demonstrations_sha256": hashlib.sha256(json.dumps(recipe.demonstrations(0)).encode()).hexdigest(),
         "files_sha256": {path.name: digest(path) for path in files},
         "made_with": {"torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version(),
                       "cpu": torch.backends.cpu.get_cpu_capability()},
@@ -208,7 +214,7 @@ def load_base(folder: Path = BASE) -> tuple[transformers.Qwen2ForCausalLM, trans
     folder = Path(folder)
     record = folder / "provenance.json"
     if not record.exists():
-        raise FileNotFoundError(f"no base in {folder}; make it with: python -m logra.rl.learner --out {folder}")
+        raise FileNotFoundError(f"no base in {folder}; make it with: python -m logra.rl.{'mixture_' if folder == BASES['mixture_learner'] else ''}learner --out {folder}")
     for name, recorded in json.loads(record.read_text())["files_sha256"].items():
         if not (folder / name).exists() or digest(folder / name) != recorded:
             raise ValueError(f"{folder / name} is missing or differs from the recorded {recorded[:12]}; restore it or make the base again")
@@ -216,33 +222,34 @@ def load_base(folder: Path = BASE) -> tuple[transformers.Qwen2ForCausalLM, trans
     return model.eval(), transformers.PreTrainedTokenizerFast.from_pretrained(folder)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m logra.rl.learner", description=__doc__.splitlines()[0])
+def main(arguments: list[str] | None = None, recipe: Recipe = Recipe(), base: Path | None = None) -> int:
+    """The command line of a learner: this one's, or that of another recipe whose base is shipped in `base`."""
+    parser = argparse.ArgumentParser(prog=recipe.command.split(" --")[0], description="Makes the base of a laptop's learner.")
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument("--out", type=Path, help="folder to write the base into")
     action.add_argument("--check", action="store_true", help="make it again and compare with the shipped one")
     options = parser.parse_args(arguments)
     if options.out:
-        made = make_base(options.out)
+        made = make_base(options.out, recipe)
         print(f"{options.out}: {made['processor_seconds']} processor seconds, weights {made['files_sha256']['model.safetensors'][:12]}")
         return 0
-    return remake()
+    return remake(type(recipe), base or BASE)
 
 
-def remake() -> int:
+def remake(make: type[Recipe], base: Path) -> int:
     """Makes the base again and compares. 0 when it is the shipped one to the bit, or, on another kind of CPU or release of torch, as good.
 
     As good: the losses on demonstrations that neither was trained on differ by less than 0.01 nats a token.
     """
-    shipped = json.loads((BASE / "provenance.json").read_text())
-    recipe = Recipe(**shipped["recipe"])
+    shipped = json.loads((base / "provenance.json").read_text())
+    recipe = make(**shipped["recipe"])
     with tempfile.TemporaryDirectory() as folder:
         made = make_base(Path(folder), recipe)
-        models = load_base(BASE)[0], load_base(Path(folder))[0]
+        models = load_base(base)[0], load_base(Path(folder))[0]
     if made["files_sha256"] == shipped["files_sha256"]:
         print("the same files, bit for bit")
         return 0
-    unseen = [pair for step in range(32) for pair in demonstrations(recipe, recipe.steps + step)]
+    unseen = [pair for step in range(32) for pair in recipe.demonstrations(recipe.steps + step)]
     with torch.no_grad():
         ours, theirs = (mean_loss(model, unseen, tokenizer().encode).item() for model in models)
     print(f"not the same files. Loss on unseen demonstrations: shipped {ours:.4f}, made here {theirs:.4f} nats a token\n"

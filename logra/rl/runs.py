@@ -1,7 +1,8 @@
 """runs.ensure(configs): the records of these runs, made where they are missing.
 
 Every run is a process of its own (`python -m logra.rl.train`), as many at a time as there are cores. A record that exists is
-used; a run that was cut short goes on from its checkpoint; notebooks that need the same run share it.
+used; a run that was cut short goes on from its checkpoint; notebooks that need the same run share it. A run that takes too long for
+every reader to make is shipped in data/recorded/ and used from there, unless the reader has made it: `Run.recorded` tells.
 """
 
 import json
@@ -20,7 +21,9 @@ import pandas as pd
 from tqdm.auto import tqdm
 
 from logra.rl.config import RunConfig
-from logra.rl.records import locked, log_input, records_root, refuse_if_only_drawing, write_whole
+from logra.rl.records import ROOT, locked, log_input, records_root, refuse_if_only_drawing, write_whole
+
+RECORDED = ROOT / "data" / "recorded"
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,11 @@ class Run:
 
     config: RunConfig
     folder: Path
+
+    @property
+    def recorded(self) -> bool:
+        """Whether the record was shipped, not made here."""
+        return self.folder.is_relative_to(RECORDED)
 
     @property
     def metrics(self) -> pd.DataFrame:
@@ -47,7 +55,10 @@ class Run:
 
 
 def folder_of(config: RunConfig) -> Path:
-    return records_root() / f"{config.name}-{config.hash()}"
+    """Where the record is: among the reader's own, else the shipped ones; where it is to be made if it is in neither."""
+    own = records_root() / f"{config.name}-{config.hash()}"
+    shipped = RECORDED / own.name
+    return shipped if not _made(own, config) and _made(shipped, config) else own
 
 
 def ensure(configs: Sequence[RunConfig], workers: int | None = None) -> list[Run]:

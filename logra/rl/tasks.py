@@ -123,13 +123,17 @@ class ReasoningGym:
         except (TypeError, AssertionError) as error:
             raise ValueError(f"reasoning_gym task {task!r} refused the configuration {config}: {error}") from error
 
+    def prompt(self, entry: dict) -> str:
+        """What the policy is given of an entry; two entries of one prompt are one problem."""
+        return entry["question"]
+
     @cached_property
     def kept(self) -> dict[str, list[int]]:
         """Row numbers of each split, after exclusion. Generates every row once."""
         first = {}
         for row in self.rows["train"]:
-            first.setdefault(self.generator[row]["question"], row)
-        evaluation = [row for row in self.rows["evaluation"] if self.generator[row]["question"] not in first]
+            first.setdefault(self.prompt(self.generator[row]), row)
+        evaluation = [row for row in self.rows["evaluation"] if self.prompt(self.generator[row]) not in first]
         return {"train": list(first.values()), "evaluation": evaluation}
 
     def size(self, split: Split) -> int:
@@ -142,7 +146,7 @@ class ReasoningGym:
         if size == 0 or (split == "evaluation" and index >= size):
             raise IndexError(f"{self.name} has {size} {split} problems, index {index} was asked for; raise `{split}` candidates")
         entry = self.generator[self.kept[split][index % size]]
-        return Problem(entry["question"], str(entry["answer"]), self.name, index, {"entry": entry})
+        return Problem(self.prompt(entry), str(entry["answer"]), self.name, index, {"entry": entry})
 
     def verify(self, response: str, problem: Problem) -> float:
         from reasoning_gym.utils import extract_answer
@@ -152,7 +156,7 @@ class ReasoningGym:
 
 
 def task(name: str, seed: int | None = None, **config) -> Task:
-    """Builds a task by name: "sums", or "reasoning_gym/<generator>" with the generator's own fields as keywords.
+    """Builds a task by name: "sums", "short_mixture" (`rl.mixture`), or "reasoning_gym/<generator>" with the generator's own fields as keywords.
 
     seed: of the problems; None takes the class's default. Raises ValueError for a name that is none of these.
     """
@@ -160,10 +164,14 @@ def task(name: str, seed: int | None = None, **config) -> Task:
         config["seed"] = seed
     if name == Sums.name:
         return Sums(**config)
+    if name == "short_mixture":
+        from logra.rl.mixture import short_mixture           # it builds on this module
+
+        return short_mixture(**config)
     family, _, generator = name.partition("/")
     if family == "reasoning_gym" and generator:
         return ReasoningGym(generator, **config)
-    raise ValueError(f"unknown task {name!r}; use {Sums.name!r} or 'reasoning_gym/<generator>', or pass a task object of your own")
+    raise ValueError(f"unknown task {name!r}; use {Sums.name!r}, 'short_mixture' or 'reasoning_gym/<generator>', or pass a task object of your own")
 
 
 if __name__ == "__main__":
