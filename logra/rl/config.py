@@ -16,7 +16,7 @@ class RunConfig(BaseModel):
     seed: int = 1
 
     # what is trained, on what
-    model: str = "learner"                                  # "learner", a name that rl.models knows, or a Hugging Face folder
+    model: str = "learner"                                  # "learner", "mixture_learner", a name that rl.models knows, or a Hugging Face folder
     task: str = "sums"                                      # see rl.tasks
     task_config: dict = {}
     method: Literal["logra", "dense", "lora"] = "logra"

@@ -24,7 +24,7 @@ import logra
 from logra.rl import rewards
 from logra.rl.config import RunConfig
 from logra.rl.evaluate import evaluate
-from logra.rl.learner import load_base
+from logra.rl.learner import BASES, load_base
 from logra.rl.loss import policy_loss, token_logprobs
 from logra.rl.methods import Dense, LoGRA, LoRA
 from logra.rl.models import load
@@ -39,7 +39,7 @@ class Trainer:
 
     def __init__(self, config: RunConfig):
         self.config = config
-        self.model, self.tokenizer = load_base() if config.model == "learner" else load(config.model)
+        self.model, self.tokenizer = load_base(BASES[config.model]) if config.model in BASES else load(config.model)
         self.task = make_task(config.task, **config.task_config)
         self.method = {"logra": LoGRA, "dense": Dense, "lora": LoRA}[config.method](self.model, config)
         if config.checkpointing:
@@ -146,7 +146,7 @@ def run(config: RunConfig, folder: Path, resume: bool = True) -> Path:
                 began = time.perf_counter()
                 row = trainer.step()
                 note("metrics", row)
-                note("timings", {"update": trainer.update, **trainer.seconds, "total": time.perf_counter() - began})
+                note("timings", {"number": trainer.update, **trainer.seconds, "total": time.perf_counter() - began})    # `update` is a part's seconds
                 due = trainer.update % config.evaluate_every == 0 and trainer.update >= config.evaluate_from
                 if due or trainer.update == config.updates:
                     note("evaluation", trainer.evaluate())
@@ -181,7 +181,7 @@ def _restore(trainer: Trainer, folder: Path, log: Path) -> list[dict]:
     if state.exists():
         trainer.load_state_dict(torch.load(state, weights_only=True))
         rows = [json.loads(line) for line in log.read_text().splitlines() if line.endswith("}")]
-        rows = [row for row in rows if row["update"] <= trainer.update]
+        rows = [row for row in rows if row.get("number", row["update"]) <= trainer.update]
     log.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return rows
 
