@@ -85,6 +85,7 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path):
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL, "the run ended before it was killed"
     subprocess.run([*command, str(tmp_path / "cut")], check=True, capture_output=True)
+    assert pd.read_parquet(tmp_path / "cut" / "timings.parquet")["number"].tolist() == list(range(1, 13))
     for name in ("metrics", "evaluations"):
         pd.testing.assert_frame_equal(*(pd.read_parquet(tmp_path / cut / f"{name}.parquet") for cut in ("whole", "cut")), check_exact=True)
 
