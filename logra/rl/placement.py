@@ -52,8 +52,12 @@ class Copy:
         self.receiver = sync.Receiver(self.model, mode, dtype=getattr(torch, dtype))
 
     def generate(self, prompts, seed, max_new_tokens, temperature, version) -> Rollout:
-        """Responses of the policy after update `version`. Raises SyncError if the weights are of another."""
-        expect(self.receiver, version)
+        """Responses of the policy after update `version` (None: whichever it is). Raises SyncError if the weights are of another."""
+        held = self.receiver
+        if held.interrupted is not None:
+            raise sync.SyncError("interrupted", f"update {held.interrupted} was cut off half-way in the rollout engine")
+        if version is not None and (held.run is None or held.version != version):
+            raise sync.SyncError("gap", f"the rollout engine holds version {held.version}{' of no run' if held.run is None else ''}, wanted {version}")
         return generate(self.model, self.tokenizer, prompts, seed, max_new_tokens, temperature)
 
     def apply(self, message: bytes) -> sync.Acknowledgement:
@@ -64,14 +68,6 @@ class Copy:
 
     def close(self) -> None:
         pass
-
-
-def expect(receiver, version: int) -> None:
-    """Raises SyncError unless the receiver holds the weights after update `version`, whole."""
-    if receiver.interrupted is not None:
-        raise sync.SyncError("interrupted", f"update {receiver.interrupted} was cut off half-way in the rollout engine")
-    if receiver.run is None or receiver.version != version:
-        raise sync.SyncError("gap", f"the rollout engine holds version {receiver.version}{' of no run' if receiver.run is None else ''}, wanted {version}")
 
 
 class Process:
@@ -199,9 +195,13 @@ def place(config: RunConfig, model, tokenizer, method):
     settings = dict(model=config.model, mode=config.sync, dtype=config.rollout_dtype)
     if config.rollout == "in_process":
         return Synchronised(Copy(**settings), sketches, config.sync)
-    python = sys.executable
-    if config.rollout == "vllm":
-        python = os.environ.get("LOGRA_VLLM_PYTHON", str(ROOT / ".venv-vllm" / "bin" / "python"))
-        if not Path(python).is_file():
-            raise FileNotFoundError(f"{python} does not exist: ./reproduce.sh setup-vllm makes it, or name an interpreter that has vLLM in LOGRA_VLLM_PYTHON")
+    python = vllm_python() if config.rollout == "vllm" else sys.executable
     return Synchronised(Process(python, engine=config.rollout, threads=config.threads, **settings), sketches, config.sync)
+
+
+def vllm_python() -> str:
+    """The interpreter that has vLLM: LOGRA_VLLM_PYTHON, else that of .venv-vllm. Raises FileNotFoundError where there is none."""
+    python = os.environ.get("LOGRA_VLLM_PYTHON", str(ROOT / ".venv-vllm" / "bin" / "python"))
+    if not Path(python).is_file():
+        raise FileNotFoundError(f"{python} does not exist: ./reproduce.sh setup-vllm makes it, or name an interpreter that has vLLM in LOGRA_VLLM_PYTHON")
+    return python

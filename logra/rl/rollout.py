@@ -68,7 +68,7 @@ def generate(model, tokenizer, prompts: Sequence[str], seed: int, max_new_tokens
         raise ValueError("no prompts were given: a rollout needs one at least")
     if recorded and top_p < 1:
         raise ValueError(f"top_p is {top_p}: a training rollout needs 1, since sampled log-probabilities would be those of a truncated distribution")
-    inputs = _encode(tokenizer, prompts).to(model.device)
+    inputs = encode(tokenizer, prompts).to(model.device)
     stops = _stops(model, tokenizer)
     recorder, processors = _Recorder(), LogitsProcessorList()
     if temperature != 1:
@@ -102,7 +102,7 @@ def generate(model, tokenizer, prompts: Sequence[str], seed: int, max_new_tokens
     return Rollout(input_ids, attention_mask, pad_sequence(masks, batch_first=True), pad_sequence(logs, batch_first=True), complete, texts)
 
 
-def _encode(tokenizer, prompts):
+def encode(tokenizer, prompts):
     """Left-padded token ids, through the chat template where the tokenizer has one."""
     chat = tokenizer.chat_template is not None
     if chat:
