@@ -1,11 +1,9 @@
 """Table 4: the settings of the paper's main runs beside those that this code really runs, row by row.
 
-Ours come from `RunConfig` objects and from the optimizers that are built of them, never from a list kept by hand. The configurations
-of a notebook are had by calling its own functions that return a `RunConfig`, with the parameters that a profile gives it.
+Ours come from `RunConfig` objects and from the optimizers that are built of them, never from a list kept by hand.
 """
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,31 +21,16 @@ from logra.rl.methods import AdamW
 UNSTATED = "not stated"
 
 
-def made_by(name: str, profile: str) -> tuple[dict[str, Callable[..., RunConfig]], dict[str, Any]]:
-    """The functions of notebooks/<name>.ipynb that return a RunConfig, and the parameters that the profile runs it with.
+def parameters_of(name: str, profile: str) -> dict[str, Any]:
+    """What the profile runs notebooks/<name>.ipynb with; a notebook that it does not list has its own defaults.
 
-    A notebook that the profile does not list has its own defaults. Only those functions and the dictionaries that they need are
-    executed: nothing is run. Raises ValueError when the notebook has no such function, ProfileError for a profile or notebook that does not exist.
+    Raises ProfileError for a profile or notebook that does not exist.
     """
     source = ROOT / "notebooks" / f"{name}.ipynb"
-    notebook = profiles.read_notebook(source, name)
-    parameters = profiles.declared_parameters(notebook, name)
+    declared = profiles.declared_parameters(profiles.read_notebook(source, name), name)
     entry = profiles.load(ROOT, profile).notebooks.get(name)
     log_input(source), log_input(ROOT / "profiles" / f"{profile}.yaml")
-    parameters = profiles.resolve(name, entry.parameters if entry else {}, parameters)
-    nodes = [node for cell in notebook.cells if cell.cell_type == "code" for node in ast.parse(cell.source).body]
-    makers = [node for node in nodes if isinstance(node, ast.FunctionDef) and _returns_config(node)]
-    if not makers:
-        raise ValueError(f"{name}: no function of this notebook returns a RunConfig; wanted `def dense(seed, rate): return RunConfig(...)`")
-    needed = {inner.id for maker in makers for inner in ast.walk(maker) if isinstance(inner, ast.Name)}
-    shared = [node for node in nodes if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id in needed - parameters.keys()]
-    namespace = {"RunConfig": RunConfig, **parameters}
-    exec(compile(ast.Module([*shared, *makers], []), name, "exec"), namespace)      # the notebook's own lines
-    return {maker.name: namespace[maker.name] for maker in makers}, parameters
-
-
-def _returns_config(node: ast.FunctionDef) -> bool:
-    return any(isinstance(inner, ast.Return) and isinstance(inner.value, ast.Call) and getattr(inner.value.func, "id", "") == "RunConfig" for inner in ast.walk(node))
+    return profiles.resolve(name, entry.parameters if entry else {}, declared)
 
 
 def compare(dense: Sequence[RunConfig], sketched: Sequence[RunConfig]) -> pd.DataFrame:

@@ -41,22 +41,14 @@ def test_the_dense_optimizer_is_asked_and_a_sweep_is_listed():
     assert "dense" not in made.loc["Moment decay", "differs"] and made.loc["Moment decay", "dense (here)"] == "β₁ 0.9, β₂ 0.95"
 
 
-def test_a_notebooks_own_functions_with_the_profiles_parameters(tmp_path, monkeypatch):
+def test_a_notebooks_parameters_are_its_own_under_the_profiles(tmp_path, monkeypatch):
     (tmp_path / "notebooks/figures").mkdir(parents=True)
     (tmp_path / "profiles").mkdir()
     monkeypatch.setattr(settings, "ROOT", tmp_path)
-    code = "import nothing_of_that_name\ncommon = dict(updates=updates, prompts=8)\n\ndef dense(seed):\n    return RunConfig(method='dense', seed=seed, **common)\n\nraise SystemExit"
-
-    def write(code):
-        cells = [nbformat.v4.new_code_cell("updates = 7", metadata={"tags": ["parameters"]}), nbformat.v4.new_code_cell(code)]
-        nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "notebooks/figures/fig9.ipynb")
-
-    write(code)
+    cells = [nbformat.v4.new_code_cell("updates = 7\nseeds = [1]", metadata={"tags": ["parameters"]}), nbformat.v4.new_code_cell("raise SystemExit")]
+    for name in ("fig8", "fig9"):
+        nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / f"notebooks/figures/{name}.ipynb")
     entry = {"timeout": 1, "outputs": ["a.csv"], "parameters": {"updates": 9}}
     (tmp_path / "profiles/laptop.yaml").write_text(yaml.safe_dump({"figures": "figures", "notebooks": {"figures/fig9": entry}}))
-    makers, parameters = settings.made_by("figures/fig9", "laptop")
-    config = makers["dense"](3)
-    assert (config.method, config.seed, config.updates, config.prompts, parameters) == ("dense", 3, 9, 8, {"updates": 9})
-    write("common = 1")
-    with pytest.raises(ValueError, match="no function of this notebook returns a RunConfig"):
-        settings.made_by("figures/fig9", "laptop")
+    assert settings.parameters_of("figures/fig9", "laptop") == {"updates": 9, "seeds": [1]}
+    assert settings.parameters_of("figures/fig8", "laptop") == {"updates": 7, "seeds": [1]}, "not in the profile: the defaults"
