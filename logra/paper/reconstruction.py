@@ -149,7 +149,7 @@ def measure(settings: Settings, progress: bool = True) -> tuple[pd.DataFrame, pd
         weight.requires_grad_(True)
     task = DigitSums(settings.seed)
     cosines, gradients, responses = [], [], []
-    bar = tqdm(total=settings.minibatches * len(matrices), desc="cosines", disable=not progress)
+    bar = tqdm(total=settings.minibatches * len(matrices), desc="cosines", disable=not progress, mininterval=10)
     drawn = used = 0
     while used < settings.minibatches:
         if drawn == 10 * settings.minibatches:
