@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from logra.rl.config import RunConfig
 from logra.rl.records import ROOT, locked, log_input, records_root, refuse_if_only_drawing, write_whole
