@@ -1,17 +1,22 @@
-"""Bytes of an update's message against full bfloat16 weights of the same matrices, at the shapes of the paper's models.
+"""What synchronisation sends and how long it takes: an update's message against full bfloat16 weights of the same matrices.
 
-    python -m logra.paper.payload [--json]
+    python -m logra.paper.payload [--json]      bytes, at the shapes of the paper's models
 
 The messages are made, not estimated: `logra.wire` writes updates of the right shapes (their content does not matter to their size).
 """
 
 import argparse
 import json
+import socket
 import sys
+import threading
+import time
 
 import torch
 
-from logra import wire
+import logra
+from logra import sync, wire
+from logra.rl.placement import Copy, base_model
 from logra.update import LowRankUpdate, MatrixUpdate
 
 # d × k of every matrix that is selected, from the published model configurations; 27B counts its self-attention and its linear-attention layers
@@ -49,6 +54,49 @@ def table(ranks=(4, 16, 64, 256), widths=(8, 16)) -> list[dict]:
                 size = message_bytes(model, rank, bits)
                 rows.append({"model": model, "rank": rank, "bits": bits, "message_bytes": size, "full_bfloat16_bytes": full, "ratio": full / size})
     return rows
+
+
+def timings(model: str, rank: int, repeats: int = 3) -> list[dict]:
+    """Seconds to encode, send over loopback (TCP) and apply one update, and full weights instead, for a real model on this machine; best of some.
+
+    Rows: mode ("exact", "lossy", "full bfloat16"), bytes, encode, send, apply. The update has the trainer's own sizes, from random sketches.
+    """
+    trainer, _ = base_model(model)
+    sketches = logra.attach(trainer, rank)
+    optimizer = logra.SketchSGD(sketches, relative_step=6e-5)
+    rows = []
+    for mode in ("exact", "lossy", "full"):
+        receiver = Copy(model, mode, "bfloat16").receiver
+        receiver.apply(sync.full_weights(trainer))
+        best: dict[str, float] = {}
+        for _ in range(repeats):
+            for sketch in sketches.values():
+                sketch.S_dr.normal_()
+            update = optimizer.step()
+            began = time.perf_counter()
+            message = sync.full_weights(trainer, torch.bfloat16) if mode == "full" else update.to_bytes()
+            encoded = time.perf_counter()
+            arrived = _over_loopback(message)
+            sent = time.perf_counter()
+            receiver.apply(arrived)
+            seconds = {"encode": encoded - began, "send": sent - encoded, "apply": time.perf_counter() - sent}
+            best = {part: min(value, best.get(part, value)) for part, value in seconds.items()}
+        rows.append({"mode": "full bfloat16" if mode == "full" else mode, "bytes": len(message), **best})
+    return rows
+
+
+def _over_loopback(message: bytes) -> bytes:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        def send():
+            with socket.create_connection(server.getsockname()) as line, line.makefile("wb") as stream:
+                wire.write(stream, message)
+
+        thread = threading.Thread(target=send)
+        thread.start()
+        with server.accept()[0] as line, line.makefile("rb") as stream:
+            arrived = wire.read(stream)
+        thread.join()
+    return arrived
 
 
 def main() -> int:

@@ -18,12 +18,17 @@ import torch
 import logra
 from logra import sync, wire
 from logra.rl.config import RunConfig
-from logra.rl.learner import load_base
+from logra.rl.learner import BASES, load_base
 from logra.rl.models import load
 from logra.rl.rollout import Rollout, generate
 
 ROOT = Path(logra.__file__).resolve().parent.parent
 _TENSORS = ("input_ids", "attention_mask", "response_mask", "logprobs", "complete")
+
+
+def base_model(name: str):
+    """The model and tokenizer that a configuration's `model` names, in float32: a shipped base, or what `models.load` takes."""
+    return load_base(BASES[name]) if name in BASES else load(name)
 
 
 class OwnWeights:
@@ -47,7 +52,7 @@ class Copy:
     """A second model in this process, and its receiver."""
 
     def __init__(self, model: str, mode: str, dtype: str):
-        self.model, self.tokenizer = load_base() if model == "learner" else load(model)
+        self.model, self.tokenizer = base_model(model)
         self.model.requires_grad_(False)                    # as the trainer's is: torch picks other kernels otherwise, with other last bits
         self.receiver = sync.Receiver(self.model, mode, dtype=getattr(torch, dtype))
 

@@ -24,11 +24,9 @@ import logra
 from logra.rl import rewards
 from logra.rl.config import RunConfig
 from logra.rl.evaluate import evaluate
-from logra.rl.learner import BASES, load_base
 from logra.rl.loss import policy_loss, token_logprobs
 from logra.rl.methods import Dense, LoGRA, LoRA
-from logra.rl.models import load
-from logra.rl.placement import place
+from logra.rl.placement import base_model, place
 from logra.rl.records import records_root, write_whole
 from logra.rl.rollout import named_seed
 from logra.rl.tasks import task as make_task
@@ -39,7 +37,7 @@ class Trainer:
 
     def __init__(self, config: RunConfig):
         self.config = config
-        self.model, self.tokenizer = load_base(BASES[config.model]) if config.model in BASES else load(config.model)
+        self.model, self.tokenizer = base_model(config.model)
         self.task = make_task(config.task, **config.task_config)
         self.method = {"logra": LoGRA, "dense": Dense, "lora": LoRA}[config.method](self.model, config)
         if config.checkpointing:

@@ -15,7 +15,7 @@ import transformers
 from torch.nn.utils.rnn import pad_sequence
 
 from logra import sync, vllm_engine
-from logra.rl.learner import BASE
+from logra.rl.learner import BASE, BASES
 from logra.rl.models import SMOLLM2, smollm2
 from logra.rl.rollout import Rollout, encode, named_seed
 
@@ -30,7 +30,7 @@ class VLLM:
         from vllm import LLM
         from vllm.config import WeightTransferConfig
 
-        folder = BASE if model == "learner" else smollm2() if model == SMOLLM2 else model
+        folder = BASES.get(model) or (smollm2() if model == SMOLLM2 else model)
         config = transformers.AutoConfig.from_pretrained(folder)
         length = min(length, config.max_position_embeddings)
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
