@@ -7,19 +7,17 @@
 """
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from logra.paper import provenance
-from logra.rl import runs
+from logra.rl import footprint, runs
 from logra.rl.config import RunConfig
 
 LABELS = {"dense": "Dense AdamW", "logra": "LoGRA", "lora": "LoRA"}
@@ -74,19 +72,14 @@ def footprints(configs: Mapping[str, Sequence[RunConfig]], updates: int, every: 
     """
     def one(config: RunConfig) -> pd.DataFrame:
         def measure(folder: Path) -> None:
-            asked = folder / "run.json"
-            asked.write_text(json.dumps(config.model_dump()))
-            command = [sys.executable, "-m", "logra.rl.footprint", str(asked), "--updates", str(updates), "--every", str(every), "--out", str(folder / "bytes.parquet")]
-            threads = {"OMP_NUM_THREADS": str(config.threads), "MKL_NUM_THREADS": str(config.threads)}
-            done = subprocess.run(command, env=os.environ | threads, capture_output=True, text=True)
-            if done.returncode:
-                raise RuntimeError(f"measuring {config.name}, seed {config.seed}, failed with exit code {done.returncode}; the end of what it printed:\n{done.stderr[-2000:]}")
+            processes.submit(footprint.trace, config, updates, every).result().to_parquet(folder / "bytes.parquet")
 
         folder = provenance.cached("footprint", {"run": config.hash(), "updates": updates, "every": every}, measure)
         return pd.read_parquet(folder / "bytes.parquet").assign(method=config.method, seed=config.seed, micro_batch=config.micro_batch)
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return pd.concat(pool.map(one, [config for group in configs.values() for config in group]), ignore_index=True)
+    # a process is started when something is submitted: none where every record exists
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as processes, ThreadPoolExecutor(os.cpu_count()) as threads:
+        return pd.concat(threads.map(one, [config for group in configs.values() for config in group]), ignore_index=True)
 
 
 def summary(made: Mapping[str, Sequence[runs.Run]], bytes_: pd.DataFrame) -> pd.DataFrame:

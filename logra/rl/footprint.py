@@ -1,6 +1,6 @@
 """Where the bytes of a training call go: tensors alive at the peak of one update, by category, measured while it runs.
 
-    python -m logra.rl.footprint CONFIG.yaml --updates 200 --every 20 --out FILE.parquet      one row a measured update
+    traced = trace(RunConfig(method="logra"), updates=200, every=20)     # one row a measured update
 
 What is measured is the training call (backward of every micro-batch, KL probe, update), not the rollout, as in Section 3.4.2. A process's
 resident memory says little on a CPU: allocators keep what was freed. So every tensor storage that an operator returns is followed until it is
@@ -17,15 +17,11 @@ is not seen.
 | other | the rest: the batch, logits, temporaries, tangents of the probe, U |
 """
 
-import argparse
-import sys
 import weakref
 from contextlib import contextmanager
-from pathlib import Path
 
 import pandas as pd
 import torch
-import yaml
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -173,19 +169,3 @@ def trace(config: RunConfig, updates: int, every: int) -> pd.DataFrame:
     finally:
         trainer.rollout.close()
     return pd.DataFrame(rows)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m logra.rl.footprint", description=__doc__.splitlines()[0])
-    parser.add_argument("config", type=Path, help="a YAML or JSON file with the fields of RunConfig")
-    parser.add_argument("--updates", type=int, required=True, help="how many updates of the run to make")
-    parser.add_argument("--every", type=int, required=True, help="measure update 1 and every such one")
-    parser.add_argument("--out", type=Path, required=True, help="the Parquet file to write")
-    options = parser.parse_args(arguments)
-    config = RunConfig(**(yaml.safe_load(options.config.read_text()) or {}))
-    trace(config, options.updates, options.every).to_parquet(options.out)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -63,5 +63,5 @@ def test_measured_bytes_are_a_record_of_their_own(tmp_path, monkeypatch):
     config = learner_runs.lora(1, 1e-3, SIZES | {"max_new_tokens": 4})
     rows = learner_runs.footprints({"lora": [config]}, updates=2, every=2)
     assert rows["update"].tolist() == [1, 2] and rows["method"].tolist() == ["lora"] * 2 and (rows["peak"] > 2 ** 20).all()
-    monkeypatch.setattr("subprocess.run", None)             # a second time nothing is run
+    monkeypatch.setattr("logra.rl.footprint.trace", None)   # a second time nothing is measured
     pd.testing.assert_frame_equal(learner_runs.footprints({"lora": [config]}, updates=2, every=2), rows)
