@@ -206,6 +206,12 @@ def write(model: transformers.Qwen2ForCausalLM, out: Path, recipe: Recipe, secon
     return provenance
 
 
+def base_sha256(model: str) -> str | None:
+    """The hash of a shipped base's weights, by its name in `RunConfig.model`; None for a model that is not shipped."""
+    folder = BASES.get(model)
+    return folder and json.loads((folder / "provenance.json").read_text())["files_sha256"]["model.safetensors"]
+
+
 def load_base(folder: Path = BASE) -> tuple[transformers.Qwen2ForCausalLM, transformers.PreTrainedTokenizerFast]:
     """The shipped base in fp32, in eval mode, and its tokenizer.
 

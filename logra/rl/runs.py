@@ -21,6 +21,7 @@ import pandas as pd
 from tqdm import tqdm
 
 from logra.rl.config import RunConfig
+from logra.rl.learner import base_sha256
 from logra.rl.records import ROOT, locked, log_input, records_root, refuse_if_only_drawing, write_whole
 
 RECORDED = ROOT / "data" / "recorded"
@@ -80,6 +81,9 @@ def _made(folder: Path, config: RunConfig) -> bool:
         return False
     if not config.same_run(json.loads((folder / "config.json").read_text())):
         raise ValueError(f"{folder} holds a run with other settings than {config}: move it away, and the run is made anew")
+    made_from, now = json.loads((folder / "environment.json").read_text())["model_sha256"], base_sha256(config.model)
+    if made_from != now:
+        raise ValueError(f"{folder} was made from another base ({str(made_from)[:12]}, now {str(now)[:12]}): move it away, and the run is made anew")
     return True
 
 

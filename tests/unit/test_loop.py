@@ -213,5 +213,9 @@ def test_ensure_makes_what_is_missing_once_and_names_what_failed(folder, tmp_pat
     assert [run.config.seed for run in again] == [2, 1] and len(made[0].metrics) == 2
     assert stamp == [os.stat(run.folder / "metrics.parquet").st_mtime_ns for run in made]
     assert len((tmp_path / "inputs.jsonl").read_text().splitlines()) == 4
+    environment = made[0].folder / "environment.json"
+    environment.write_text(json.dumps(json.loads(environment.read_text()) | {"model_sha256": "0" * 64}))
+    with pytest.raises(ValueError, match="made from another base"):
+        runs.ensure(configs[:1])
     with pytest.raises(RuntimeError, match="failed with exit code 1(.|\n)*unknown task 'nonsense'"):
         runs.ensure([configured(folder, task="nonsense")])
