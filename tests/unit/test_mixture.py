@@ -136,3 +136,19 @@ def test_a_shipped_record_is_used_until_the_reader_has_one(tmp_path, monkeypatch
     shutil.copytree(shipped, tmp_path / "own" / shipped.name)
     (found,) = runs.ensure([config])
     assert not found.recorded and found.folder == tmp_path / "own" / shipped.name
+
+
+def test_the_shipped_long_run_is_whole_and_of_the_papers_settings():
+    (folder,) = runs.RECORDED.glob("mixture-logra-*")
+    config = RunConfig(**json.loads((folder / "config.json").read_text()))
+    assert folder.name == f"{config.name}-{config.hash()}"
+    assert (config.seed, config.probe, config.refresh, config.optimizer, config.binary_reward) == (42, "finite_difference", True, "rowadam", False)
+    assert (config.budget, config.budget_end, config.budget_updates, config.evaluate_every) == (2e-4, 2e-5, 1000, 20)
+    assert (config.temperature, config.evaluation_temperature, config.evaluation_top_p, config.evaluation_samples) == (1.0, 0.7, 0.95, 1)
+    run = runs.Run(config, folder)
+    assert list(run.metrics["update"]) == list(range(1, config.updates + 1)) and config.updates > 1100
+    assert list(run.evaluations["update"]) == list(range(0, config.updates + 1, 20))
+    tasks = [column for column in run.evaluations if column.startswith("score/")]
+    assert len(tasks) >= 4 and (run.evaluations[tasks].mean(axis=1) - run.evaluations["macro"]).abs().max() < 1e-12
+    made = json.loads((folder / "environment.json").read_text())
+    assert made["command"] == f"python -m logra.rl.train data/recorded/{folder.name}/config.json" and made["seconds"] > 0
