@@ -114,7 +114,7 @@ GOOD, BAD = (0.5, 0.3, 0.55, 0.6, 0.4, 0.7), (0.65, 0.3, 0.4, 0.5, 0.6, 0.45)
     ("fig6_kl_control", "control-none-toy", _tails(GOOD), _tails(BAD)),
     ("fig1_memory", "saving-7b-simulated", _memory(17.3), _memory(28.0)),
     ("fig1_memory", "memory-7b-logra-peak", _memory(22.0), _memory(28.0)),
-    ("table2_lora", "lora-pass1-toy", pd.DataFrame({"method": ["lora", "logra"], "pass_at_1": [0.7, 0.6]}), pd.DataFrame({"method": ["lora", "logra"], "pass_at_1": [0.6, 0.7]})),
+    ("table2_runs", "lora-pass1-toy", pd.DataFrame({"method": ["lora", "logra"], "pass_at_1": [0.7, 0.6]}), pd.DataFrame({"method": ["lora", "logra"], "pass_at_1": [0.6, 0.7]})),
     ("table3_reasoning_gym", "table3-codeio", pd.DataFrame({"task": ["codeio"], "training": [4868], "evaluation": [25]}), pd.DataFrame({"task": ["codeio"], "training": [4868], "evaluation": [24]})),
 ])
 def test_what_a_figure_drew_decides_its_claims(tmp_path, monkeypatch, figure, claim, good, bad):
