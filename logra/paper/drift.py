@@ -140,7 +140,10 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         model = str(wide_model(Path(scratch))) if options.wide else "learner"
-        frame = follow(config(options.projection, options.bits, options.rank, options.updates, model), options.every or options.updates, vllm=options.vllm)
+        # the random model earns no reward: a slow baseline keeps its advantages, and so its updates, from vanishing
+        changes = {"baseline_decay": 0.999} if options.wide else {}
+        run = config(options.projection, options.bits, options.rank, options.updates, model, **changes)
+        frame = follow(run, options.every or options.updates, vllm=options.vllm)
     last = frame.iloc[-1].to_dict()
     print(json.dumps({"projection": options.projection, "bits": options.bits, "rank": options.rank} | last))
     return 1 if any(value for name, value in last.items() if name.startswith("differing_") and name != "differing_lossy") else 0
