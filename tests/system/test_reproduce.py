@@ -203,7 +203,7 @@ def test_an_interrupted_run_leaves_no_process_and_nothing_taken(project):
     code, output = project.run("--profile", "stop")
     assert code == 2 and "being reproduced by another process" in output
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=180)
     assert process.returncode == 130 and "interrupted in endless" in output and "goes on from there" in output
     assert not psutil.pid_exists(worker) or psutil.Process(worker).status() == psutil.STATUS_ZOMBIE
     assert not [p for p in psutil.process_iter(["cmdline"]) if str(project.root) in " ".join(p.info["cmdline"] or [])]

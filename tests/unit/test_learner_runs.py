@@ -7,6 +7,7 @@ import pytest
 
 from logra.paper import learner_runs
 from logra.rl import runs
+from logra.rl.learner import base_sha256
 
 SIZES = learner_runs.sizes(updates=4, prompts=2, evaluate_every=2, evaluation_prompts=2, relative_step=2e-3)
 
@@ -16,6 +17,7 @@ def record(config, pass_at_1=(0.1, 0.2, 0.3), norms=(1.0, 1.0, 1.0, 1.0)):
     folder = runs.folder_of(config)
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config.model_dump()))
+    (folder / "environment.json").write_text(json.dumps({"model_sha256": base_sha256(config.model)}))
     norm = "sketch_norm" if config.method == "logra" else "gradient_norm"
     pd.DataFrame({"update": [1, 2, 3, 4], norm: norms}).to_parquet(folder / "metrics.parquet")
     pd.DataFrame({"update": [0, 2, 4], "pass_at_1": pass_at_1, "pass_at_k": [2 * p for p in pass_at_1]}).to_parquet(folder / "evaluations.parquet")
