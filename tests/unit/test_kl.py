@@ -90,10 +90,7 @@ def test_the_kl_over_its_prediction_goes_to_one_with_the_scale_itself():
 def test_the_prediction_holds_on_a_pretrained_model_at_the_papers_step():
     from logra.rl import models as pretrained
 
-    try:
-        model, tokenizer = pretrained.load(pretrained.SMOLLM2)
-    except FileNotFoundError as missing:
-        pytest.skip(str(missing))
+    model, tokenizer = pretrained.load(pretrained.SMOLLM2)
     text = "The capital of France is Paris, and the sum of 17 and 25 is 42. A train leaves the station at nine and arrives at noon."
     input_ids = tokenizer(text, return_tensors="pt").input_ids
     sketches = logra.attach(model, 16)
