@@ -3,7 +3,8 @@
 ΔW_dk = −αη U_dr A_rk. The factor is rounded once, row by row, to integers on a power-of-two scale. The entries of A without
 their unit 1/√r are ±1, so that each element of ΔW is a power of two times a sum of at most r small integers: float32 holds it
 exactly, in any order of summation, on any device, for any slice of rows or columns. (Gaussian entries, and 16 bits at a rank
-above 511, are summed exactly in float64 and rounded once.)
+above 511, are summed exactly in float64 and rounded once.) A factor may also be left as it is (bits=None), to see what the
+rounding costs; its sums are then made in float64 and depend on their order in a last bit, so that it cannot be sent.
 """
 
 from collections.abc import Mapping
@@ -23,8 +24,8 @@ _CHUNK = 1 << 24                                            # elements of ΔW th
 class MatrixUpdate:
     """ΔW_dk = 2^exponent_d · integers_dr · entries_rk, with the entries of `key` (see `logra.projection.entries`)."""
 
-    integers_dr: torch.Tensor                               # int8 or int16
-    exponent_d: torch.Tensor                                # int16
+    integers_dr: torch.Tensor                               # int8 or int16; the float32 factor itself where it is not rounded
+    exponent_d: torch.Tensor                                # int16; zeros where it is not
     k: int
     key: int
 
@@ -37,14 +38,14 @@ class MatrixUpdate:
 class LowRankUpdate:
     """The update of every selected matrix at one step.
 
-    number: the update's number, from 1. projection, rank: as given to `attach`. bits: 8 or 16 of the rounded factor.
+    number: the update's number, from 1. projection, rank: as given to `attach`. bits: 8 or 16 of the rounded factor, None if it is not.
     run, base, session: whose update it is (see `Sketches`). after: the fingerprints of the weights after it, once it is applied.
     """
 
     number: int
     projection: str
     rank: int
-    bits: int
+    bits: int | None
     matrices: dict[str, MatrixUpdate]
     run: str = ""
     base: str = ""
@@ -52,10 +53,13 @@ class LowRankUpdate:
     after: dict[str, int] = field(default_factory=dict)
 
     @classmethod
-    def round(cls, sketches: Mapping, factors: Mapping[str, torch.Tensor], bits: int = 8) -> "LowRankUpdate":
-        """Round ΔW_dk = F_dr A_rk. factors: float32 [d, r] by name. Raises ValueError for other bits, FloatingPointError for NaN or inf."""
-        if bits not in _INTEGERS:
-            raise ValueError(f"a factor is rounded to 8 or 16 bits, not {bits}")
+    def round(cls, sketches: Mapping, factors: Mapping[str, torch.Tensor], bits: int | None = 8) -> "LowRankUpdate":
+        """Round ΔW_dk = F_dr A_rk, or keep it in float32 (bits=None). factors: float32 [d, r] by name.
+
+        Raises ValueError for other bits, FloatingPointError for NaN or inf.
+        """
+        if bits is not None and bits not in _INTEGERS:
+            raise ValueError(f"a factor is rounded to 8 or 16 bits, or not at all (None), but bits is {bits}")
         unit = projections.unit(sketches.rank)
         matrices = {name: MatrixUpdate(*_round_rows(F_dr.float() * unit, bits, name), sketches[name].k, sketches[name].key)
                     for name, F_dr in factors.items()}
@@ -69,7 +73,7 @@ class LowRankUpdate:
         if rows is not None:
             q_dr, exponent_d = q_dr[rows], exponent_d[rows]
         # 2^24 is where float32 stops holding every integer.
-        fits = self.projection != "gaussian" and (2 ** (self.bits - 1) - 1) * self.rank < 2 ** 24
+        fits = self.bits is not None and self.projection != "gaussian" and (2 ** (self.bits - 1) - 1) * self.rank < 2 ** 24
         dtype = torch.float32 if fits else torch.float64
         E_rk = projections.entries(self.projection, self.rank, matrix.k, matrix.key, None, columns, dtype, device)
         with _full_precision():
@@ -95,7 +99,7 @@ class LowRankUpdate:
             self.after[name] = fingerprint(sketches[name].weight.detach())
 
     def to_bytes(self) -> bytes:
-        """The update as one message (see `logra.wire`). Raises ValueError if it was not applied: it carries the weights' fingerprints after it."""
+        """The update as one message (see `logra.wire`). Raises ValueError if it was not applied, for it carries the weights' fingerprints after it, or not rounded."""
         from logra import wire
 
         return wire.encode(self)
@@ -111,12 +115,14 @@ class LowRankUpdate:
         return update
 
 
-def _round_rows(F_dr: torch.Tensor, bits: int, name: str):
-    """Integers and exponents with F ≈ integers · 2^exponent, each row's exponent the least that fits."""
-    largest = 2 ** (bits - 1) - 1
+def _round_rows(F_dr: torch.Tensor, bits: int | None, name: str):
+    """Integers and exponents with F ≈ integers · 2^exponent, each row's exponent the least that fits; F and zeros for bits=None."""
     peak_d = F_dr.abs().amax(1)
     if not torch.isfinite(peak_d * (2 * F_dr.shape[1])).all():          # a sum of r entries has to be finite too
         raise FloatingPointError(f"the update of {name} is not finite: nothing was applied")
+    if bits is None:
+        return F_dr, torch.zeros_like(peak_d, dtype=torch.int16)
+    largest = 2 ** (bits - 1) - 1
     mantissa_d, exponent_d = torch.frexp(peak_d / largest)              # mantissa in [1/2, 1)
     exponent_d = (exponent_d - (mantissa_d == 0.5).int()).clamp(-126, 127)
     integers_dr = (F_dr / _power_of_two(exponent_d)[:, None]).round_().clamp_(-largest, largest)

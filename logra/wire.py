@@ -84,12 +84,16 @@ class FullWeights:
 
 
 def encode(message: LowRankUpdate | FullWeights) -> bytes:
-    """The message's bytes. Raises ValueError for an update that no `apply` has put into the trainer's weights: it has no fingerprints."""
+    """The message's bytes. Raises ValueError for an update whose factor is not rounded, and for one that no `apply` has put into the
+    trainer's weights: it has no fingerprints."""
     about = {"run": message.run, "base": message.base, "session": message.session, "number": message.number}
     if isinstance(message, FullWeights):
         about |= {"kind": "full", "matrices": {name: {"after": f"{message.after[name]:016x}"} for name in message.weights}}
         tensors = {f"{name}:weight": weight for name, weight in message.weights.items()}
     else:
+        if message.bits is None:
+            raise ValueError(f"the factor of update {message.number} is not rounded (bits=None): its sums depend on their order in a last bit, "
+                             "so that no receiver could have the trainer's weights; round it to 8 or 16 bits to send it")
         if message.matrices.keys() != message.after.keys():
             raise ValueError(f"update {message.number} has no fingerprints of the weights after it: apply it to the trainer's weights first "
                              "(optimizer.step() does), since a receiver checks its own weights against them")

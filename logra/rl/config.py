@@ -48,7 +48,7 @@ class RunConfig(BaseModel):
     optimizer: Literal["rowadam", "sgd"] = "rowadam"
     beta2: float = Field(0.95, ge=0, lt=1)                  # of RowAdam, and of AdamW
     relative_step: float = Field(6e-5, gt=0)                # ‖ΔW‖/‖W‖ of a nominal step (Section 3.4.3)
-    bits: Literal[8, 16] = 8                                # of the update's rounded factor
+    bits: Literal[8, 16] | None = 8                         # of the update's rounded factor; None leaves it in float32 (no sync then)
 
     # predicted-KL control
     control: Literal["none", "constant", "cosine"] = "cosine"
@@ -96,6 +96,8 @@ class RunConfig(BaseModel):
             raise ValueError(f"rollout is {self.rollout!r}, whose weights have to keep up with the trainer's: set sync to exact, lossy or full")
         if self.sync != "none" and (self.method, self.trainable) != ("logra", "selected"):
             raise ValueError(f"sync is {self.sync!r}, which sends LoGRA's selected matrices alone: set method to logra and trainable to selected")
+        if self.sync in ("exact", "lossy") and self.bits is None:
+            raise ValueError(f"sync is {self.sync!r}, but an update that is not rounded (bits: null) cannot be sent: set bits to 8 or 16, or sync to none or full")
         return self
 
     def hash(self) -> str:

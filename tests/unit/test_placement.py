@@ -96,7 +96,8 @@ def test_a_resumed_run_samples_from_the_resumed_weights_and_equals_one_that_was_
     assert "sync" in pd.read_parquet(tmp_path / "cut" / "timings.parquet")
 
 
-@pytest.mark.parametrize("changes, message", [(dict(rollout="process"), "set sync to"), (dict(sync="exact", method="dense"), "set method to logra")])
+@pytest.mark.parametrize("changes, message", [(dict(rollout="process"), "set sync to"), (dict(sync="exact", method="dense"), "set method to logra"),
+                                              (dict(sync="exact", bits=None), "set bits to 8 or 16")])
 def test_a_configuration_that_cannot_keep_up_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         configured(**changes)

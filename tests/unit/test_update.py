@@ -134,20 +134,37 @@ def test_rows_of_zero_of_subnormals_and_near_overflow():
     assert torch.equal(made.dense(NAME), exact(made, "rademacher", 16).float())
 
 
+@pytest.mark.parametrize("bits", [8, None])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3e38])
-def test_what_is_not_finite_is_refused_before_anything_is_applied(value):
+def test_what_is_not_finite_is_refused_before_anything_is_applied(value, bits):
     F_dr = factor(16)
     F_dr[3, 5] = value
     with pytest.raises(FloatingPointError, match="the update of up is not finite: nothing was applied"):
-        make(F_dr=F_dr)                                     # 3e38: the factor itself is finite, its sums are not
+        make(F_dr=F_dr, bits=bits)                          # 3e38: the factor itself is finite, its sums are not
 
 
 def test_other_types_and_bits_are_refused():
     made, owner = make()
     with pytest.raises(TypeError, match="up is stored in torch.bfloat16.*load the model in float32"):
         made.apply_to(NAME, owner[NAME].weight.detach().bfloat16())
-    with pytest.raises(ValueError, match="8 or 16 bits, not 4"):
+    with pytest.raises(ValueError, match="8 or 16 bits, or not at all \\(None\\), but bits is 4"):
         make(bits=4)
+
+
+@pytest.mark.parametrize("kind", ["rademacher", "gaussian"])
+def test_a_factor_that_is_not_rounded_makes_the_step_that_was_meant_and_has_no_message(kind):
+    F_dr = factor(16)
+    made, owner = make(kind, bits=None, F_dr=F_dr)
+    A_rk = projection.matrix(kind, 16, K, owner[NAME].key, dtype=torch.float64)
+    wanted = F_dr.double() @ A_rk
+    assert torch.allclose(made.dense(NAME).double(), wanted, rtol=1e-6, atol=1e-12 * float(wanted.abs().max()))
+    rounded, _ = make(kind, bits=8, F_dr=F_dr)
+    assert not torch.allclose(rounded.dense(NAME).double(), wanted, rtol=1e-4)
+    before = owner[NAME].weight.detach().clone()
+    made.apply(owner)
+    assert torch.equal(owner[NAME].weight, before + made.dense(NAME))
+    with pytest.raises(ValueError, match="is not rounded .*round it to 8 or 16 bits to send it"):
+        made.to_bytes()
 
 
 def test_a_model_moved_by_its_optimizer_and_one_moved_by_the_update_are_equal():
