@@ -39,13 +39,13 @@ def join(halves: Halves) -> torch.Tensor:
     return pattern.view(torch.float32)
 
 
-def fingerprint(W_dk: torch.Tensor, first_row: int = 0, first_column: int = 0, k: int | None = None) -> int:
+def fingerprint(W_dk: torch.Tensor, first_row: int = 0, first_column: int = 0, k: int | None = None, rounded: bool = False) -> int:
     """64 bits that stand for a matrix: the wrapping sum of a mix of (place, float32 bits) over its entries.
 
     The mix is a bijection of the pair, so that exchanged, negated or compensating entries do not cancel as in a plain sum; and
     as a sum it is the same in any order and on any device, and those of disjoint slices add up, modulo 2^64, to the whole's.
     W_dk: float32, or bfloat16, which stands for the float32 of the same value. first_row, first_column, k: where a slice
-    begins, and how many columns the whole has (its own, by default).
+    begins, and how many columns the whole has (its own, by default). rounded: of the bfloat16 that a float32 matrix rounds to.
     """
     d, width = W_dk.shape
     k = width if k is None else k
@@ -55,7 +55,7 @@ def fingerprint(W_dk: torch.Tensor, first_row: int = 0, first_column: int = 0, k
     column = torch.arange(first_column, first_column + width, device=W_dk.device)
     band = max(1, (1 << 24 if W_dk.is_cuda else 1 << 16) // max(1, width))        # what a core's cache holds
     for start in range(0, d, band):
-        x = W_dk[start:start + band].float().contiguous().view(torch.int32).to(torch.int64)
+        x = W_dk[start:start + band].to(torch.bfloat16 if rounded else torch.float32).float().contiguous().view(torch.int32).to(torch.int64)
         x &= 0xFFFFFFFF
         row = torch.arange(first_row + start, first_row + start + len(x), device=W_dk.device)
         x += (row[:, None] * k + column) << 32
@@ -67,6 +67,21 @@ def combined(fingerprints: Mapping[str, int]) -> str:
     """One hash (32 hex digits) of several matrices' fingerprints, by name, in any order."""
     lines = "".join(f"{name}\0{fingerprints[name]:016x}\n" for name in sorted(fingerprints))
     return hashlib.blake2b(lines.encode(), digest_size=16).hexdigest()
+
+
+def base(selected: Mapping[str, torch.Tensor], rest: Mapping[str, torch.Tensor]) -> str:
+    """The hash of a whole model before a run: "<of the selected float32 matrices>/<of all other parameters>", each as `combined`.
+
+    The others count as the bfloat16 that they round to, which is what a rollout may hold of them. Nothing is copied but a band of rows.
+    """
+    rest = {name: fingerprint(as_matrix(parameter), rounded=True) for name, parameter in rest.items()}
+    return f"{combined({name: fingerprint(W_dk) for name, W_dk in selected.items()})}/{combined(rest)}"
+
+
+def as_matrix(parameter: torch.Tensor) -> torch.Tensor:
+    """A view of any parameter with two dimensions: a vector is a column."""
+    parameter = parameter.detach()
+    return parameter.reshape(parameter.shape[0] if parameter.dim() else 1, -1)
 
 
 class Part(NamedTuple):

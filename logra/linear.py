@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointFunction
 
+from logra import bits
 from logra import projection as projections
-from logra.bits import combined, fingerprint
 
 
 class Sketch:
@@ -174,8 +174,10 @@ class Sketches(Mapping):
 
     @cached_property
     def base(self) -> str:
-        """A hash of the selected weights as they are when it is first asked for: before the first update, which carries it."""
-        return combined({name: fingerprint(sketch.weight.detach()) for name, sketch in self.items()})
+        """A hash of the whole model as it is when it is first asked for (see `logra.bits.base`): before the first update, which carries it."""
+        selected = {name: sketch.weight.detach() for name, sketch in self.items()}
+        rest = {projections.canonical_name(name): parameter for name, parameter in self.model.named_parameters()}
+        return bits.base(selected, {name: parameter for name, parameter in rest.items() if name.removesuffix(".weight") not in selected})
 
     def __getitem__(self, name: str) -> Sketch:
         return self._sketches[name]

@@ -10,13 +10,15 @@ exact   bfloat16 and the 16 bits that rounding lost, or  updates and float32 ful
 lossy   bfloat16 alone                                   updates, added and rounded (the paper's text as it reads), and full weights
 full    bfloat16 alone                                   full weights only
 
-Update n + 1 is taken after n alone; a duplicate is acknowledged and ignored; whatever is wrong is refused whole with a SyncError,
+A receiver follows a run only if its whole model is the run's base: the selected matrices, which full weights can mend, and all other
+parameters (embeddings, norms, biases, what was not selected), which they cannot: those are compared as bfloat16 before the first
+message is taken, and a model that differs in one is refused for good. Update n + 1 is taken after n alone; a duplicate is acknowledged and ignored; whatever is wrong is refused whole with a SyncError,
 nothing applied, and the trainer sends full weights (`Publisher` does). An exact receiver first computes the new weights' fingerprints
 and writes only if they are the trainer's: it does the arithmetic twice, and needs no second copy of the weights.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 
 import torch
@@ -44,7 +46,7 @@ class Acknowledgement:
 
 @dataclass
 class Slot:
-    """Where a receiver holds a matrix, or its part of one. tensor: [rows, columns] of `part`, a view into the model's parameter."""
+    """Where a receiver holds a matrix, or its part of one. tensor: [rows, columns] of `part`, a view into the model's parameter; a vector is a column."""
 
     part: bits.Part
     shape: tuple[int, int]                                  # of the whole matrix
@@ -69,10 +71,10 @@ class Slot:
         self.tensor.copy_(halves.high)
         self.low, self.ties = halves.low.to("cpu" if lost_on == "host" else W.device), halves.ties
 
-    def fingerprint(self, W: torch.Tensor) -> int:
-        """The slot's share of the matrix's fingerprint, for a float32 value of it."""
+    def fingerprint(self, W: torch.Tensor, rounded: bool = False) -> int:
+        """The slot's share of the matrix's fingerprint, for a float32 value of it; rounded: of the bfloat16 that it rounds to."""
         part = self.part
-        return bits.fingerprint(W, part.rows.start, part.columns.start, self.shape[1]) if part.counts else 0
+        return bits.fingerprint(W, part.rows.start, part.columns.start, self.shape[1], rounded) if part.counts else 0
 
 
 class Receiver:
@@ -80,12 +82,12 @@ class Receiver:
 
     model: its selected nn.Linear modules need the trainer's names. Its parameters become `dtype`, rounded to nearest: bfloat16,
     or float32, which is exact by itself. lost_on: "device" or "host", where the 16 lost bits of `exact` are kept.
-    slots, add_up: for a model that is fused or split over ranks: what of each matrix it holds, by name, and a sum over the ranks of
-    an int64 tensor; the parameters are left as they are.
+    slots, rest, add_up: for a model that is fused or split over ranks: what of each nn.Linear weight it holds, by the module's name, what
+    of each other parameter, by its own (see `whole`), and a sum over the ranks of an int64 tensor; the parameters are left as they are.
     """
 
     def __init__(self, model: nn.Module | None, mode: str = "exact", *, dtype: torch.dtype = torch.bfloat16, lost_on: str = "device",
-                 slots: Mapping[str, list[Slot]] | None = None, add_up: Callable[[torch.Tensor], torch.Tensor] = lambda total: total):
+                 slots: Mapping[str, list[Slot]] | None = None, rest: Mapping[str, list[Slot]] | None = None, add_up: Callable[[torch.Tensor], torch.Tensor] = lambda total: total):
         if mode not in MODES or lost_on not in ("device", "host"):
             raise ValueError(f"mode is one of {', '.join(MODES)} and lost_on 'device' or 'host', but they are {mode!r} and {lost_on!r}")
         if dtype not in (torch.bfloat16, torch.float32):
@@ -96,7 +98,7 @@ class Receiver:
         self.interrupted: int | None = None                 # the update that was being written when something broke off
         self._digest, self._hash = b"", None
         given = slots is not None
-        self.slots = dict(slots) if given else _slots(model)
+        self.slots, self.rest = (dict(slots), dict(rest)) if given else whole(model)
         # what the base was before any rounding here
         self._at_start = self.fingerprints()
         if not given:
@@ -115,7 +117,7 @@ class Receiver:
 
     def fingerprints(self) -> dict[str, int]:
         """The fingerprint of each matrix's held bits, as `logra.bits.fingerprint` makes it: equal to the trainer's where exact."""
-        return self._sums(self.slots if self.names is None else self.names, lambda name, slot: slot.master())
+        return self._sums({name: self.slots[name] for name in (self.slots if self.names is None else self.names)}, Slot.master)
 
     def hash(self) -> str:
         """One hash of all held bits: `logra.bits.combined` of the fingerprints."""
@@ -153,8 +155,9 @@ class Receiver:
         shapes = {name: (m.integers_dr.shape[0], m.k) for name, m in update.matrices.items()}
         if self.run is None:
             self._check_matrices(shapes)
+            self._check_rest(update)
             own = self._at_start and bits.combined({name: self._at_start[name] for name in shapes})
-            if update.base != own:
+            if update.base.partition("/")[0] != own:
                 raise SyncError("base", f"the update is for base weights {update.base}, these are {own}: full weights are needed")
         else:
             self._check_identity(update)
@@ -171,7 +174,7 @@ class Receiver:
         names = list(update.matrices)
         on = {name: self._moved(update, name) for name in names}
         if self.mode == "exact":
-            sums = self._sums(names, lambda name, slot: self._after(on[name], name, slot))
+            sums = self._sums({name: self.slots[name] for name in names}, lambda slot: self._after(on[slot.part.name], slot))
             wrong = [name for name in names if sums[name] != update.after[name]]
             if wrong:
                 raise SyncError("hash", f"{len(wrong)} of {len(names)} matrices would not be the trainer's after update {update.number}, {wrong[0]} for one: "
@@ -180,7 +183,7 @@ class Receiver:
         for name in names:
             for slot in self.slots[name]:
                 # lossy: one float32 sum a weight, rounded once; the loss is what bfloat16 itself costs
-                slot.write(self._after(on[name], name, slot), self.lost_on)
+                slot.write(self._after(on[name], slot), self.lost_on)
         self._done(update, digest)
         return True
 
@@ -191,6 +194,8 @@ class Receiver:
             if full.session < self.session or full.session == self.session and full.number < self.version:
                 raise SyncError("stale", f"full weights of start {full.session}, version {full.number}, but start {self.session}, version {self.version} is held")
         self._check_matrices(shapes)
+        if self.run is None:
+            self._check_rest(full)
         if self.mode == "exact" and any(W.dtype != torch.float32 for W in full.weights.values()):
             raise SyncError("mode", "an exact receiver needs float32 full weights: bfloat16 lacks the bits that later updates add to")
         wrong = [name for name, W in full.weights.items() if not torch.isfinite(W).all() or bits.fingerprint(W) != full.after[name]]
@@ -208,6 +213,15 @@ class Receiver:
             raise SyncError("run", f"the message is of run {message.run!r}, this receiver follows {self.run!r}")
         if message.base != self.base:
             raise SyncError("base", f"the message is for base weights {message.base}, this receiver's run began from {self.base}")
+
+    def _check_rest(self, message) -> None:
+        """Raises SyncError where the model is another one in what no message changes."""
+        names = message.after.keys()
+        held = self.rest | {f"{name}.weight": slots for name, slots in self.slots.items() if name not in names}
+        own = bits.combined(self._sums(held, lambda slot: slot.tensor, rounded=True))
+        if message.base.partition("/")[2] != own:
+            raise SyncError("base", f"this is another model than the run's: {len(held)} parameters that no message changes have the hash {own}, "
+                                    f"wanted that of {message.base}; load the model that the trainer began from")
 
     def _check_matrices(self, shapes: dict[str, tuple[int, int]]) -> None:
         unknown = sorted(shapes.keys() - self.slots.keys())
@@ -234,16 +248,16 @@ class Receiver:
         here = type(matrix)(matrix.integers_dr.to(device), matrix.exponent_d.to(device), matrix.k, matrix.key)
         return LowRankUpdate(update.number, update.projection, update.rank, update.bits, {name: here})
 
-    def _after(self, update: LowRankUpdate, name: str, slot: Slot) -> torch.Tensor:
+    def _after(self, update: LowRankUpdate, slot: Slot) -> torch.Tensor:
         """The slot's float32 value after the update, rounded where its exact sum is, and nowhere else: as in the trainer."""
         W = slot.master()
-        update.apply_to(name, W, slot.part.rows, slot.part.columns)
+        update.apply_to(slot.part.name, W, slot.part.rows, slot.part.columns)
         return W
 
-    def _sums(self, names: Iterable[str], value: Callable[[str, Slot], torch.Tensor]) -> dict[str, int]:
-        """Fingerprints by name, over all ranks, of a float32 value for each slot: one slot's at a time is held."""
-        names = sorted(names)
-        own = [sum(slot.fingerprint(value(name, slot)) for slot in self.slots[name]) for name in names]
+    def _sums(self, held: Mapping[str, list[Slot]], value: Callable[[Slot], torch.Tensor], rounded: bool = False) -> dict[str, int]:
+        """Fingerprints by name, over all ranks, of a value for each slot: one slot's at a time is made."""
+        names = sorted(held)
+        own = [sum(slot.fingerprint(value(slot), rounded) for slot in held[name]) for name in names]
         total = self._add_up(torch.tensor([(x + (1 << 63)) % (1 << 64) - (1 << 63) for x in own], dtype=torch.int64))
         return {name: x & (1 << 64) - 1 for name, x in zip(names, total.tolist())}
 
@@ -261,22 +275,25 @@ class Receiver:
         masters = {id(slot): slot.master() for slot in self._each()} if self.mode == "exact" and dtype == torch.bfloat16 else {}
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
-        for name, held in _slots(model).items():
-            self.slots[name][0].tensor = held[0].tensor
+        for now, held in zip(whole(model), (self.slots, self.rest)):
+            for name, slots in now.items():
+                held[name][0].tensor = slots[0].tensor
         for slot in self._each():
             if id(slot) in masters:
                 slot.write(masters[id(slot)], self.lost_on)
 
 
-def _slots(model: nn.Module) -> dict[str, list[Slot]]:
-    """Every nn.Linear weight but the output head's, whole."""
+def whole(model: nn.Module) -> tuple[dict[str, list[Slot]], dict[str, list[Slot]]]:
+    """Slots of a model that is neither fused nor split: every nn.Linear weight but the output head's, by its module's name, and the rest."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    found = {}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and module is not head:
-            name, (d, k) = projection.canonical_name(name), module.weight.shape
-            found[name] = [Slot(bits.Part(name, slice(0, d), slice(0, k)), (d, k), module.weight.detach())]
-    return found
+    linear = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head}
+    slots, rest = {}, {}
+    for full, parameter in model.named_parameters():
+        name, W_dk = projection.canonical_name(full), bits.as_matrix(parameter)
+        found, name = (slots, name.removesuffix(".weight")) if full in linear else (rest, name)
+        d, k = W_dk.shape
+        found[name] = [Slot(bits.Part(name, slice(0, d), slice(0, k)), (d, k), W_dk)]
+    return slots, rest
 
 
 def full_weights(trainer: nn.Module | Sketches, dtype: torch.dtype = torch.float32) -> bytes:

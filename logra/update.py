@@ -39,7 +39,7 @@ class LowRankUpdate:
     """The update of every selected matrix at one step.
 
     number: the update's number, from 1. projection, rank: as given to `attach`. bits: 8 or 16 of the rounded factor, None if it is not.
-    run, base, session: whose update it is (see `Sketches`). after: the fingerprints of the weights after it, once it is applied.
+    run, base, session: whose update it is (see `Sketches`; base as `logra.bits.base` makes it). after: the fingerprints of the weights after it, once it is applied.
     """
 
     number: int

@@ -21,6 +21,7 @@ from vllm.distributed import get_tp_group
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearBase, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from logra import bits, sync
 
@@ -51,7 +52,7 @@ class LoGRAEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     outcome: dict | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        self.receiver = sync.Receiver(None, init_info.mode, lost_on=init_info.lost_on, slots=slots(self.model), add_up=_add_up)
+        self.receiver = sync.Receiver(None, init_info.mode, lost_on=init_info.lost_on, slots=slots(self.model), rest=rest(self.model), add_up=_add_up)
 
     def start_weight_update(self) -> None:
         self.outcome = None
@@ -117,6 +118,33 @@ def slots(model: torch.nn.Module) -> dict[str, list[sync.Slot]]:
         for part, shape in zip(*_parts(layer, names), strict=True):
             rows = part.rows.stop - part.rows.start
             found[part.name] = [sync.Slot(part, shape, weight[part.at:part.at + rows])]
+    return found
+
+
+def rest(model: torch.nn.Module) -> dict[str, list[sync.Slot]]:
+    """What this worker holds of every other parameter, by the name that it has in the Hugging Face model.
+
+    Biases are split and fused as their layers are, embeddings and an untied head by rows of the vocabulary, which vLLM pads; what is left
+    (norms) is taken for whole on every rank.
+    """
+    first, packed, found = get_tp_group().rank_in_group == 0, getattr(model, "packed_modules_mapping", {}), {}
+    parameters = dict(model.named_parameters())             # a tied one once, by its first name
+    for name, layer in model.named_modules():
+        if isinstance(layer, LinearBase):
+            parameters.pop(f"{name}.weight", None)
+        if isinstance(layer, LinearBase) and parameters.get(f"{name}.bias") is not None:
+            bias, (parent, _, last) = bits.as_matrix(parameters.pop(f"{name}.bias")), name.rpartition(".")
+            for part, (d, _) in zip(*_parts(layer, [f"{parent}.{x}" for x in packed.get(last, [last])]), strict=True):
+                rows = part.rows.stop - part.rows.start
+                counts = first if isinstance(layer, RowParallelLinear) else part.counts      # whole on every rank there
+                found[f"{part.name}.bias"] = [sync.Slot(part._replace(columns=slice(0, 1), counts=counts), (d, 1), bias[part.at:part.at + rows])]
+        elif isinstance(layer, VocabParallelEmbedding) and f"{name}.weight" in parameters:
+            weight, own = parameters.pop(f"{name}.weight").data, layer.shard_indices
+            rows, shape = slice(own.org_vocab_start_index, own.org_vocab_end_index), (layer.org_vocab_size, layer.embedding_dim)
+            found[f"{name}.weight"] = [sync.Slot(bits.Part(name, rows, slice(0, shape[1])), shape, weight[:rows.stop - rows.start])]
+    for name, parameter in parameters.items():
+        W_dk = bits.as_matrix(parameter)
+        found[name] = [sync.Slot(bits.Part(name, *(slice(0, size) for size in W_dk.shape), counts=first), tuple(W_dk.shape), W_dk)]
     return found
 
 

@@ -5,8 +5,8 @@ A message is
     8 bytes   "LoGRA" and the format's version in three digits
     8 bytes   length of the body, little-endian
     32 bytes  BLAKE2b of everything else
-    body      a safetensors file, whose one metadata entry "logra" is JSON: the kind of message, run, base, session, number and,
-              for each matrix, its fingerprint after the update; an update also has its projection, rank and bits, and each
+    body      a safetensors file, whose one metadata entry "logra" is JSON: the kind of message, run, base (the hash of the whole
+              model, `logra.bits.base`), session, number and, for each matrix, its fingerprint after the update; an update also has its projection, rank and bits, and each
               matrix's key and k. Its tensors are `<name>:factor` (int8 or int16 [d, r]) and `<name>:exponents` (int16 [d]); those
               of full weights are `<name>:weight` (float32 or bfloat16 [d, k]).
 
@@ -40,7 +40,7 @@ class SyncError(RuntimeError):
 
     truncated   bytes are missing at the end            format      another version of the wire format
     malformed   not a message, or a field out of range  digest      bytes were changed on the way
-    run         of another run                          base        made for other base weights
+    run         of another run                          base        made for another model or other base weights
     session     of an earlier or unknown start of it    gap         an update before it is missing
     matrix      an unknown matrix, or one is missing    shape       a matrix of another shape
     hash        the weights would not be the trainer's  conflict    other content under a number that was applied

@@ -75,7 +75,9 @@ class Sliced:
                     for p in parts:
                         held = parameter[p.at:p.at + p.rows.stop - p.rows.start]
                         self.slots[p.name].append(sync.Slot(p, tuple(weight[p.name].shape), held))
-        self.receiver = sync.Receiver(None, slots=self.slots)                # one holder of every rank's slots: the sum over ranks is its own
+        others, rest = sync.whole(model)
+        rest |= {f"{name}.weight": slots for name, slots in others.items() if name not in names}
+        self.receiver = sync.Receiver(None, slots=self.slots, rest=rest)     # one holder of every rank's slots: the sum over ranks is its own
         self.apply, self.compare = self.receiver.apply, self.receiver.compare
 
 

@@ -44,6 +44,14 @@ class Trainer:
         return sum(int((a.view(torch.int16) ^ b.view(torch.int16)).count_nonzero()) for a, b in pairs)
 
 
+def elsewhere(trainer, seed=5):
+    """The trainer's base with other selected matrices: what full weights can mend."""
+    model, generator = copy.deepcopy(trainer.base), torch.Generator().manual_seed(seed)
+    for name in trainer.sketches:
+        torch.nn.init.normal_(model.get_submodule(name).weight, std=0.02, generator=generator)
+    return model
+
+
 def state(receiver):
     """Everything that a refused message must leave as it was."""
     return receiver.fingerprints(), receiver.version, receiver.run, receiver.base, receiver.session, receiver.interrupted
@@ -238,7 +246,7 @@ def test_full_weights_start_a_receiver_of_any_base_and_old_ones_are_stale():
     trainer = Trainer()
     start = sync.full_weights(trainer.model)
     update = trainer.step()
-    rollout = small(seed=5)
+    rollout = elsewhere(trainer)
     receiver = sync.Receiver(rollout)
     with pytest.raises(sync.SyncError, match="base"):
         receiver.apply(update.to_bytes())
@@ -247,7 +255,7 @@ def test_full_weights_start_a_receiver_of_any_base_and_old_ones_are_stale():
         receiver.apply(start)
     with pytest.raises(sync.SyncError, match="mode"):       # bfloat16 lacks what the next update adds to
         receiver.apply(sync.full_weights(trainer.model, torch.bfloat16))
-    other = Trainer(small(seed=9))
+    other = Trainer(elsewhere(trainer))
     with pytest.raises(sync.SyncError, match="base"):
         receiver.apply(sync.full_weights(other.model))
     other.sketches.run = "another run"
@@ -258,6 +266,48 @@ def test_full_weights_start_a_receiver_of_any_base_and_old_ones_are_stale():
     with pytest.raises(sync.SyncError, match="base"):
         receiver.apply(other.step().to_bytes())
     assert receiver.apply(sync.full_weights(other.model)).version == 2 and other.differing(rollout) == 0
+
+
+def _head(model):
+    model.lm_head.weight[3, 5] *= 1.01                      # tied: the embedding too
+
+
+def _bias(model):
+    model.model.layers[1].self_attn.k_proj.bias[7] = 1e-3
+
+
+def _norm(model):
+    model.model.norm.weight[0] = 1.01
+
+
+def _unselected(model):
+    model.model.layers[0].self_attn.v_proj.weight[0, 0] += 0.01
+
+
+@pytest.mark.parametrize("change", [_head, _bias, _norm, _unselected])
+def test_a_model_that_differs_in_what_no_message_changes_is_refused_for_good(change):
+    trainer = Trainer(small(num_key_value_heads=1), rank=16)                 # k_proj and v_proj, 16 × 32, are not selected
+    assert not any("v_proj" in name for name in trainer.sketches)
+    rollout = copy.deepcopy(trainer.base)
+    with torch.no_grad():
+        change(rollout)
+    receivers = [sync.Receiver(rollout), sync.Receiver(copy.deepcopy(trainer.base))]
+    before = state(receivers[0])
+    for message in (sync.full_weights(trainer.model), trainer.step().to_bytes()):
+        with pytest.raises(sync.SyncError, match="base: this is another model"):
+            receivers[0].apply(message)
+        assert state(receivers[0]) == before and receivers[1].apply(message).status == "applied"
+    with pytest.raises(sync.SyncError, match="base"):       # the trainer hears of it: full weights cannot mend it
+        sync.Publisher(trainer.sketches, receivers[0].apply).publish(trainer.step())
+
+
+def test_the_rest_of_the_model_counts_as_the_bfloat16_that_a_rollout_holds_of_it():
+    trainer = Trainer(small(num_key_value_heads=1), rank=16)
+    rollout = copy.deepcopy(trainer.base)
+    for name, parameter in rollout.named_parameters():      # an engine that loaded the base in bfloat16
+        if name.removesuffix(".weight") not in trainer.sketches:
+            parameter.data = parameter.data.bfloat16().float()
+    assert sync.Receiver(rollout).apply(trainer.step().to_bytes()).version == 1
 
 
 def test_a_trainer_that_starts_again_from_an_older_state_is_followed_and_its_former_self_is_not():
@@ -339,6 +389,9 @@ def test_fused_layers_split_over_ranks_hold_their_slices_of_the_whole(ranks, dty
             return result
         return together
 
+    def rest(rank):                                         # whole on every rank, as norms are, and counted once
+        return {name: [dataclasses.replace(slot, part=slot.part._replace(counts=rank == 0))] for name, (slot,) in sync.whole(trainer.base)[1].items()}
+
     fused, receivers = [], [None] * ranks
     for rank in range(ranks):
         own, slots = [], {}
@@ -354,7 +407,7 @@ def test_fused_layers_split_over_ranks_hold_their_slices_of_the_whole(ranks, dty
         def one(rank):
             try:
                 if receivers[rank] is None:
-                    receivers[rank] = sync.Receiver(None, slots=fused[rank][1], add_up=add_up(rank))
+                    receivers[rank] = sync.Receiver(None, slots=fused[rank][1], rest=rest(rank), add_up=add_up(rank))
                 results[rank] = receivers[rank].apply(message)
             except sync.SyncError as error:
                 results[rank] = error
