@@ -1,0 +1,227 @@
+"""The training call whose memory is asked for: the library's own backward, probe and update, sharded by FSDP2 where there are several GPUs."""
+
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from logra import kl, linear, projection
+from logra.memory_tracker import Category, Tracker
+from logra.optim import RowAdam
+from logra.update import LowRankUpdate
+
+METHODS = ("dense", "logra", "lora")
+LOSSES = ("chunked", "in_place", "whole")
+PROBES = ("jvp", "finite_difference", "none")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a step is run with; the defaults are the paper's sizes with this library's code.
+
+    method: dense (AdamW on the matrices that LoGRA sketches), logra (RowAdam) or lora (AdamW on adapters of the same matrices).
+    rank; gpus: over which FSDP2 shards fp32 weights, gathered in bfloat16 (one GPU: plain fp32 weights and autocast).
+    context: tokens of a response with its prompt; micro_batch: responses in a forward, on each GPU.
+    checkpointing: of every decoder layer. loss: how log-probabilities are made of logits, a layout of memory and nothing else:
+        chunked (`logra.rl.loss`), in_place (whole fp32 logits beside bfloat16 ones, their gradient written over them), whole (log_softmax in fp32).
+    probe, probe_tokens, probe_responses: the predicted-KL probe's way, and its batch on a GPU. attention, probe_attention: of Hugging Face.
+    keep_projections: A of every matrix stays in memory. resident_factor: a second d × r buffer a matrix stays in memory.
+    """
+
+    method: str = "logra"
+    rank: int = 256
+    gpus: int = 4
+    context: int = 4096
+    micro_batch: int = 1
+    checkpointing: bool = True
+    loss: str = "chunked"
+    probe: str = "jvp"
+    probe_tokens: int = 4096
+    probe_responses: int = 1
+    attention: str = "sdpa"
+    probe_attention: str = "sdpa"
+    keep_projections: bool = False
+    resident_factor: bool = False
+
+    def __post_init__(self):
+        for field, known in (("method", METHODS), ("loss", LOSSES), ("probe", PROBES)):
+            if getattr(self, field) not in known:
+                raise ValueError(f"{field} is one of {', '.join(known)}, but it is {getattr(self, field)!r}")
+        for field in ("rank", "gpus", "context", "micro_batch", "probe_tokens", "probe_responses"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field} is at least 1, but it is {getattr(self, field)}")
+
+
+class Step(nn.Module):
+    """A model of a Hugging Face class as `setting` trains it, with the optimizer's state and, in them, the gradients of an earlier micro-batch.
+
+    FSDP's hooks sit on a module's call, so that what uses parts of a model, as the loss and the probe do, is called through this root.
+    """
+
+    def __init__(self, model: nn.Module, setting: Setting, mesh: DeviceMesh | None):
+        super().__init__()
+        self.model, self.setting, self.mesh = model, setting, mesh
+        self.device = next(model.parameters()).device
+        names = list(linear.attach(model, setting.rank, keep_projections=setting.keep_projections))
+        self.sketches = linear.attached(model)
+        if setting.method != "logra":
+            linear.detach(model)
+            model.requires_grad_(False)
+        if setting.method == "lora":
+            import peft
+
+            peft.inject_adapter_in_model(peft.LoraConfig(r=setting.rank, lora_alpha=setting.rank, lora_dropout=0.0, target_modules=names), model)
+        elif setting.method == "dense":
+            for name in names:
+                model.get_submodule(name).weight.requires_grad_(True)
+        if setting.checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if mesh is not None:
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            for block in linear._decoder_blocks(model, model).values():
+                fully_shard(block, mesh=mesh, mp_policy=policy)
+            fully_shard(self, mesh=mesh, mp_policy=policy)
+
+    def forward(self, function, *arguments, **keywords):
+        return function(*arguments, **keywords)
+
+    def prepare(self, tracker: Tracker) -> None:
+        """State as after an update, and gradients or sketches as after a micro-batch; `tracker` follows what is there from now on."""
+        self.tracker, setting = tracker, self.setting
+        tracker.label((local(x) for x in [*self.model.parameters(), *self.model.buffers()]), Category.WEIGHTS)
+        if setting.method == "logra":
+            self.optimizer = RowAdam(self.sketches, relative_step=6e-5)
+            self.sketches.base = ""                         # else the first update hashes whole weights
+            for sketch in self.sketches.values():
+                tracker.label([sketch.S_dr], Category.SKETCHES)
+            state = {s.weight: {"step": 1, "v_d": torch.zeros(s.d, dtype=torch.float64, device=self.device)} for s in self.sketches.values()}
+            self.optimizer.state.update(state)
+            self.resident = [torch.zeros_like(s.S_dr) for s in self.sketches.values()] if setting.resident_factor else []
+            tracker.label([*(x["v_d"] for x in state.values()), *self.resident], Category.OPTIMIZER)
+            return
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW([local(p) for p in trained], lr=1e-6, betas=(0.9, 0.95), weight_decay=0.0, foreach=True)
+        for parameter in trained:
+            parameter.grad = torch.zeros_like(parameter)    # sharded as it is
+            owner = local(parameter)
+            self.optimizer.state[owner] = {"step": torch.tensor(1.0), "exp_avg": torch.zeros_like(owner), "exp_avg_sq": torch.zeros_like(owner)}
+            tracker.label([local(parameter.grad)], Category.GRADIENTS)
+            tracker.label([self.optimizer.state[owner][name] for name in ("exp_avg", "exp_avg_sq")], Category.OPTIMIZER)
+
+    def run(self) -> None:
+        """A micro-batch that is not the update's first, then the probe and the update. Phases: train, probe, update."""
+        setting, tracker = self.setting, self.tracker
+        with self._watched():
+            self.model.train()
+            with tracker.phase("train"), tracker.saving():
+                self(self._loss, *self._batch(setting.micro_batch, setting.context)).backward()
+            self.model.eval()
+            if setting.method == "logra":
+                self._sketched_update()
+            else:
+                self._adamw()
+
+    def _batch(self, responses, tokens):
+        """ids, attention mask, mask of generated tokens: int64, int64 and bool [b, t]; all but the first token are generated."""
+        ids = torch.arange(responses * tokens, device=self.device).view(responses, tokens) % 100
+        mask = torch.ones_like(ids)
+        return ids, mask, torch.cat([mask[:, :1] * 0, mask[:, 1:]], 1).bool()
+
+    def _autocast(self):
+        return torch.autocast(self.device.type, torch.bfloat16) if self.mesh is None else nullcontext()
+
+    def _loss(self, ids, mask, generated):
+        from logra.rl.loss import token_logprobs            # the trainer's own: it lies a floor above, and only a step that is run needs it
+
+        with self._autocast():
+            if self.setting.loss == "chunked":
+                return -token_logprobs(self.model, ids, mask, generated).sum()
+            h_nh = self.model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state[:, :-1][generated[:, 1:]]
+            logits, targets = self.model.get_output_embeddings()(h_nh).float(), ids[:, 1:][generated[:, 1:]]
+        if self.setting.loss == "in_place":
+            return -_OverwrittenLogprob.apply(logits, targets).sum()
+        return -torch.log_softmax(logits, -1).gather(1, targets[:, None]).sum()
+
+    def _sketched_update(self) -> None:
+        setting, tracker = self.setting, self.tracker
+        with tracker.phase("update"), tracker.making(Category.OPTIMIZER):
+            proposal = self.optimizer.propose()
+        if setting.probe != "none":
+            with tracker.phase("probe"), tracker.making(Category.PROBE), self._attention(setting.probe_attention), torch.no_grad():
+                ids, mask, generated = self._batch(setting.probe_responses, setting.probe_tokens)
+                contexts = kl.Contexts.of_responses(ids, mask, generated)
+                with self._autocast():
+                    self(kl.predicted_kl, self.model, proposal, contexts, setting.probe)
+        with tracker.phase("update"), tracker.making(Category.OPTIMIZER):
+            self.optimizer.step()
+
+    def _adamw(self) -> None:
+        for parameter in self.model.parameters():
+            if isinstance(parameter, DTensor) and parameter.grad is not None:
+                local(parameter).grad = local(parameter.grad)
+        with self.tracker.phase("update"), self.tracker.making(Category.OPTIMIZER):
+            self.optimizer.step()
+
+    @contextmanager
+    def _attention(self, name: str):
+        before = self.model.config._attn_implementation
+        self.model.set_attn_implementation(name)
+        try:
+            yield
+        finally:
+            self.model.set_attn_implementation(before)
+
+    @contextmanager
+    def _watched(self):
+        """The tracker knows who makes what: FSDP, the projections; and an update reaches each rank's rows of a sharded weight."""
+        def named(function, category):
+            def inner(*arguments, **keywords):
+                with self.tracker.making(category):
+                    return function(*arguments, **keywords)
+            return inner
+
+        with ExitStack() as stack:
+            for name, category in (("unshard", Category.GATHERED), ("wait_for_unshard", Category.GATHERED), ("post_backward", Category.GRADIENTS)):
+                stack.enter_context(patch.object(FSDPParamGroup, name, named(getattr(FSDPParamGroup, name), category)))
+            stack.enter_context(patch.object(projection, "entries", named(projection.entries, Category.PROJECTIONS)))
+            if self.mesh is not None:
+                stack.enter_context(patch.object(LowRankUpdate, "apply", _apply_to_shards))
+            yield
+
+
+class _OverwrittenLogprob(torch.autograd.Function):
+    """log π of the targets, [n], from fp32 logits [n, v] that become their own gradient in backward."""
+
+    @staticmethod
+    def forward(ctx, logits_nv, targets):
+        chunks = [torch.log_softmax(z, -1).gather(1, y[:, None])[:, 0] for z, y in zip(logits_nv.split(256), targets.split(256))]
+        ctx.save_for_backward(logits_nv, targets)
+        return torch.cat(chunks)
+
+    @staticmethod
+    def backward(ctx, dy):
+        logits_nv, targets = ctx.saved_tensors
+        for z, y, g in zip(logits_nv.split(256), targets.split(256), dy.split(256)):
+            p = torch.softmax(z, -1).mul_(-g[:, None])
+            z.copy_(p.scatter_add_(1, y[:, None], g[:, None]))
+        return logits_nv, None
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """A rank's own part of it."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _apply_to_shards(update: LowRankUpdate, sketches) -> None:
+    """`LowRankUpdate.apply` to the rows of each weight that this rank holds."""
+    for name in update.matrices:
+        weight = sketches[name].weight
+        rows, (first, _) = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+        update.apply_to(name, local(weight), rows=slice(first, first + rows[0]))
