@@ -35,6 +35,7 @@ def serve(stream) -> None:
             if call == "start":
                 engine, body = start(**arguments), wire.pack({}, {})
             elif call == "stop":
+                engine.close()
                 body = wire.pack({}, {})
             else:
                 body = answer(engine, call, arguments, message)

@@ -23,10 +23,14 @@ _BLOCK = 32                                                 # tokens that share 
 
 
 class VLLM:
-    """An engine for one model and its receiver. ranks: of tensor parallelism."""
+    """An engine for one model and its receiver. ranks: of tensor parallelism, each a process of its own where there is more than one."""
 
     def __init__(self, model: str, mode: str, dtype: str, threads: int, length: int = 1024, ranks: int = 1):
         os.environ.setdefault("VLLM_CACHE_ROOT", str(BASE.parent.parent / "cache" / "vllm"))
+        if ranks > 1 and not torch.cuda.is_available():     # vLLM's own choice of cores fails on a small machine
+            cores = sorted(os.sched_getaffinity(0))
+            bound = [",".join(str(cores[i % len(cores)]) for i in range(rank * threads, (rank + 1) * threads)) for rank in range(ranks)]
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(bound))
         from vllm import LLM
         from vllm.config import WeightTransferConfig
 
@@ -71,4 +75,4 @@ class VLLM:
         return tuple(self.llm.collective_rpc("logra_compare", args=(message,))[0])
 
     def close(self) -> None:
-        pass
+        self.llm.llm_engine.engine_core.shutdown()

@@ -30,6 +30,13 @@ def main():
     sketches = logra.attach(model, 64)
     optimizer = logra.SketchSGD(sketches, relative_step=0.1)
     base = sync.full_weights(model)
+    other, _ = load_base()
+    other.model.norm.weight.data[0] *= 2                    # which no message carries
+    logra.attach(other, 64)
+    try:
+        refused = engine.apply(sync.full_weights(other)).status
+    except sync.SyncError as error:
+        refused = error.reason
     engine.apply(base)
 
     sampling = lambda **more: SamplingParams(**(dict(temperature=0, logprobs=0, detokenize=False, ignore_eos=True, max_tokens=16) | more))
@@ -53,7 +60,7 @@ def main():
     acknowledged = engine.apply(optimizer.step().to_bytes())
     while llm.llm_engine.has_unfinished_requests():
         step(after)
-    result = {"requests": len(tokens), "running": running, "reset": acknowledged.status == "applied", "version": llm.get_weight_version(),
+    result = {"requests": len(tokens), "running": running, "other_model": refused, "reset": acknowledged.status == "applied", "version": llm.get_weight_version(),
               "difference": continued(llm, tokens, before, after, sampling)}
     sketches.session = 1                                    # the base again, to see that the two policies differ
     for sketch, weight in zip(sketches.values(), [s.weight for s in logra.attach(load_base()[0], 64).values()]):
