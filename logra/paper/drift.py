@@ -148,7 +148,7 @@ def one(projection: str, width: int, rank: int, updates: int, every: int, vllm: 
     with tempfile.TemporaryDirectory() as scratch:
         model = str(wide_model(Path(scratch))) if wide else "learner"
         # the random model earns no reward: a slow baseline keeps its advantages, and so its updates, from vanishing
-        changes = {"baseline_decay": 0.999} if wide else {}
+        changes = {"max_new_tokens": 4} | ({"baseline_decay": 0.999} if wide else {})
         frame = follow(config(projection, width, rank, updates, model, **changes), every, vllm=vllm)
     return {"projection": projection, "bits": width, "rank": rank, "model": "wide" if wide else "learner"} | frame.iloc[-1].to_dict()
 

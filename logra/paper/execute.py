@@ -15,6 +15,7 @@ import secrets
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -71,12 +72,14 @@ def settle_environment() -> None:
     os.environ["PYTHONNOUSERSITE"] = "1"
     os.environ["PYTHONHASHSEED"] = "0"
     os.environ["PYTHONPATH"] = str(ROOT)                  # the kernel's logra is this one
+    os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}    # sums in one order on every machine; notebooks and runs fill the cores
 
 
-def run(task: Task, aside: Path, log: Path, extra: dict[str, str], show: Callable[[float, str], None]) -> Result:
+def run(task: Task, aside: Path, log: Path, extra: dict[str, str], show: Callable[[float, str], None], stop: threading.Event) -> Result:
     """Executes `task`, everything it writes going to the folder `aside` (made anew), its messages to the file `log`.
 
-    `extra` are further environment variables; `show(seconds, last line)` is called a few times a second. Raises NotebookFailed.
+    `extra` are further environment variables; `show(seconds, last line)` is called a few times a second. Raises NotebookFailed,
+    also soon after `stop` is set.
     No process that the notebook started outlives this call, however it ends.
     """
     shutil.rmtree(aside, ignore_errors=True)
@@ -94,13 +97,15 @@ def run(task: Task, aside: Path, log: Path, extra: dict[str, str], show: Callabl
     with log.open("wb") as stream:
         try:
             process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True)
-            while (code := process.poll()) is None and time.monotonic() - begun < task.timeout:
+            while (code := process.poll()) is None and time.monotonic() - begun < task.timeout and not stop.is_set():
                 show(time.monotonic() - begun, last_line(log))
                 time.sleep(0.2)
         finally:
             _end_all(nonce)
     if code is None:
         process.wait()
+        if stop.is_set():
+            raise NotebookFailed("was interrupted")
         raise NotebookFailed(f"ran past its limit of {task.timeout:g} s and was ended; {_where(executed)}. Raise `timeout` in the profile if that is too short")
     mark = _judge(task, code, executed, aside / "mark.json", nonce, log)
     classes = _judge_outputs(task, figures, aside / "outputs.jsonl")

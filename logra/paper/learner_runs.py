@@ -7,10 +7,8 @@
 """
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ import pandas as pd
 from logra.paper import provenance
 from logra.rl import footprint, runs
 from logra.rl.config import RunConfig
+from logra.rl.records import core, cores
 
 LABELS = {"dense": "Dense AdamW", "logra": "LoGRA", "lora": "LoRA"}
 SETTINGS = {"dense": "learning rate", "logra": "KL budget", "lora": "learning rate"}      # what is swept
@@ -72,13 +71,14 @@ def footprints(configs: Mapping[str, Sequence[RunConfig]], updates: int, every: 
     """
     def one(config: RunConfig) -> pd.DataFrame:
         def measure(folder: Path) -> None:
-            processes.submit(footprint.trace, config, updates, every).result().to_parquet(folder / "bytes.parquet")
+            with core():
+                processes.submit(footprint.trace, config, updates, every).result().to_parquet(folder / "bytes.parquet")
 
         folder = provenance.cached("footprint", {"run": config.hash(), "updates": updates, "every": every}, measure)
         return pd.read_parquet(folder / "bytes.parquet").assign(method=config.method, seed=config.seed, micro_batch=config.micro_batch)
 
     # a process is started when something is submitted: none where every record exists
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as processes, ThreadPoolExecutor(os.cpu_count()) as threads:
+    with ProcessPoolExecutor(cores(), mp_context=runs.FORKED) as processes, ThreadPoolExecutor(cores()) as threads:
         return pd.concat(threads.map(one, [config for group in configs.values() for config in group]), ignore_index=True)
 
 

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
+import ipywidgets
 import matplotlib.pyplot as plt
 import pandas as pd
+from IPython.display import display
 from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 
@@ -89,3 +92,17 @@ def _stamp(fig: Figure, text: str) -> Bbox:
         columns -= 2
         stamp.set_text(textwrap.fill(text, columns))
     return Bbox([[drawn.x0, extent.y0 / fig.dpi - gap], [drawn.x1, drawn.y1]])
+
+
+def sliders(show: Callable[..., None], **controls: ipywidgets.Widget | list) -> None:
+    """Draws `show` with the controls' first values, as plain output, and under it the controls, which draw it again when they are moved.
+
+    `ipywidgets.interact` would call `show` inside an output widget, and a notebook that runs without a reader can then wait forever for
+    a reply that nbclient has lost (jupyter/nbclient issue 312).
+    """
+    widget = ipywidgets.interactive(show, {"manual": True}, **controls)
+    widget.manual_button.layout.display = "none"
+    for control in widget.kwargs_widgets:
+        control.observe(widget.update, names="value")
+    show(**{control._kwarg: control.value for control in widget.kwargs_widgets})
+    display(widget)

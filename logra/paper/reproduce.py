@@ -3,7 +3,8 @@
 Each notebook runs in a process of its own (`logra.paper.execute`) and writes aside; only a run that is believed moves its files into the
 profile's figure folder, into `manifest.json` beside them, and its executed copy, as HTML, into its `notebooks/`. A notebook is
 `cached` when this machine has already run it with the same notebook, parameters, code and versions, and its files are still as they were.
-The others go on when one fails; the exit code is then 1. It is 2 for a request that cannot be met (nothing has run), 130 after Ctrl-C.
+As many run at a time as there are cores. The others go on when one fails; the exit code is then 1. It is 2 for a request that cannot be
+met (nothing has run), 130 after Ctrl-C.
 """
 from __future__ import annotations
 
@@ -17,19 +18,24 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
+from rich.spinner import Spinner
 from rich.text import Text
 
 from logra.paper import execute, profiles, provenance
 from logra.paper.profiles import Task
 from logra.paper.provenance import ROOT
+from logra.rl.records import cores
 
 COLOURS = {"cached": "cyan", "recomputed": "green", "FAILED": "bold red", "running": "dim"}
 HEARTBEAT = 30.0             # seconds between lines about a running notebook where there is no terminal
@@ -43,6 +49,9 @@ class Reproduction:
         self.build = ROOT / "build" / name
         self.figures = ROOT / profile.figures
         self.manifest = self.figures / "manifest.json"
+        self.stop = threading.Event()                        # set: notebooks that run are ended, and none is begun
+        self._taking = threading.Lock()                      # one notebook at a time changes the manifest
+        self._running: dict[str, Spinner] = {}
 
     def why(self, task: Task, force: bool, draw: bool) -> str:
         """Why `task` must run, in a few words; empty when what it made is still good."""
@@ -81,9 +90,9 @@ class Reproduction:
         aside = self.build / "aside" / task.stem
         try:
             with self._progress(task) as show:
-                result = execute.run(task, aside, self.build / "logs" / f"{task.stem}.log", extra, show)
-                rendered = _html(result.executed)
-            return result.seconds, self._take(task, result, rendered)
+                result = execute.run(task, aside, self.build / "logs" / f"{task.stem}.log", extra, show, self.stop)
+            with self._taking:
+                return result.seconds, self._take(task, result, _html(result.executed))
         finally:
             shutil.rmtree(aside, ignore_errors=True)
 
@@ -139,8 +148,11 @@ class Reproduction:
     @contextmanager
     def _progress(self, task: Task) -> Iterator[Any]:
         if self.console.is_terminal:
-            with self.console.status("") as status:
-                yield lambda seconds, line: status.update(Text(f"{task.stem}  {seconds:.0f} s  {line}", overflow="ellipsis", no_wrap=True))
+            spinner = self._running[task.stem] = Spinner("dots")
+            try:
+                yield lambda seconds, line: spinner.update(text=Text(f"{task.stem}  {seconds:.0f} s  {line}", overflow="ellipsis", no_wrap=True))
+            finally:
+                del self._running[task.stem]
             return
         self.say("running", Text(task.stem))
         due = HEARTBEAT
@@ -152,6 +164,10 @@ class Reproduction:
                 due += HEARTBEAT
 
         yield plain
+
+    def showing(self) -> Live:
+        """On a terminal, one line for each notebook that runs."""
+        return Live(get_renderable=lambda: Group(*list(self._running.values())), console=self.console, transient=True, redirect_stdout=False, redirect_stderr=False)
 
     def say(self, status: str, text: Text) -> None:
         """One line, the status in front in its colour."""
@@ -230,22 +246,31 @@ def reproduce(arguments: argparse.Namespace, console: Console) -> int:
     profile, tasks = profiles.tasks(ROOT, arguments.profile, arguments.only)
     work = Reproduction(arguments.profile, profile, console)
     begun, counts, failed = time.monotonic(), {"cached": 0, "recomputed": 0, "FAILED": 0}, []
-    with work.alone():
-        for task in tasks:
-            try:
-                if why := work.why(task, arguments.force, arguments.draw):
-                    seconds, compared = work.make(task, arguments.draw)
-                    status, detail = "recomputed", f"{seconds:7.1f} s  {why}; {compared}"
-                else:
-                    status, detail = "cached", f"{0:7.1f} s  nothing changed since it was made"
-            except Exception as error:                       # whatever it is, the other notebooks go on
-                failed.append(task.stem)
-                status, detail = "FAILED", f"{_reason(error)} (log: build/{work.name}/logs/{task.stem}.log)"
-            except KeyboardInterrupt:
-                work.say("", Text(f"interrupted in {task.stem}: nothing of it was taken; records that were complete or checkpointed are kept. The same command goes on from there."))
-                return 130
-            counts[status] += 1
-            work.say(status, Text(f"{task.stem:<24} {detail}"))
+
+    def one(task: Task) -> tuple[str, str]:
+        try:
+            if why := work.why(task, arguments.force, arguments.draw):
+                seconds, compared = work.make(task, arguments.draw)
+                return "recomputed", f"{seconds:7.1f} s  {why}; {compared}"
+            return "cached", f"{0:7.1f} s  nothing changed since it was made"
+        except Exception as error:                           # whatever it is, the other notebooks go on
+            return "FAILED", f"{_reason(error)} (log: build/{work.name}/logs/{task.stem}.log)"
+
+    with work.alone(), ThreadPoolExecutor(cores()) as pool:
+        futures = {pool.submit(one, task): task for task in tasks}
+        try:
+            with work.showing():
+                for future in as_completed(futures):
+                    stem, (status, detail) = futures[future].stem, future.result()
+                    counts[status] += 1
+                    failed += [stem] if status == "FAILED" else []
+                    work.say(status, Text(f"{stem:<24} {detail}"))
+        except KeyboardInterrupt:
+            running = ", ".join(task.stem for future, task in futures.items() if future.running())
+            work.stop.set()
+            pool.shutdown(cancel_futures=True)
+            work.say("", Text(f"interrupted in {running}: nothing of it was taken; records that were complete or checkpointed are kept. The same command goes on from there."))
+            return 130
         if counts["recomputed"] or not (work.figures / "index.html").is_file() and work.manifest.is_file():
             work.write_index()
     done = ", ".join(f"{count} {status}" for status, count in counts.items() if count)

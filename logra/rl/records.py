@@ -11,8 +11,9 @@ import fcntl
 import hashlib
 import json
 import os
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import logra
@@ -46,6 +47,26 @@ def locked(folder: Path) -> Iterator[None]:
     with open(folder.parent / f".{folder.name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextmanager
+def core() -> Iterator[None]:
+    """Waits for a free core and holds it: over all processes that make records in this folder, as many at a time as there are cores."""
+    records_root().mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        locks = [stack.enter_context(open(records_root() / f".core-{number}.lock", "w")) for number in range(cores())]
+        while True:
+            for lock in locks:
+                with suppress(BlockingIOError):
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    yield
+                    return
+            time.sleep(0.1)
 
 
 def sha256(path: Path | str) -> str:

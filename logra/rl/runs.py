@@ -1,20 +1,21 @@
 """runs.ensure(configs): the records of these runs, made where they are missing.
 
-Every run is a process of its own (`python -m logra.rl.train`), as many at a time as there are cores. A record that exists is
-used; a run that was cut short goes on from its checkpoint; notebooks that need the same run share it. A run that takes too long for
+Every run is a process of its own, as `python -m logra.rl.train` makes it, as many at a time as there are cores; they are forked from
+one server that has imported the method, which takes longer than a short run. A record that exists is used; a run that was cut
+short goes on from its checkpoint; notebooks that need the same run share it. A run that takes too long for
 every reader to make is shipped in data/recorded/ and used from there, unless the reader has made it: `Run.recorded` tells.
 """
 
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 
 import pandas as pd
@@ -22,9 +23,11 @@ from tqdm import tqdm
 
 from logra.rl.config import RunConfig
 from logra.rl.learner import base_sha256
-from logra.rl.records import ROOT, locked, log_input, records_root, refuse_if_only_drawing, write_whole
+from logra.rl.records import ROOT, core, cores, locked, log_input, records_root, refuse_if_only_drawing
 
 RECORDED = ROOT / "data" / "recorded"
+FORKED = get_context("forkserver")                           # not "fork": the caller may have threads
+FORKED.set_forkserver_preload(["logra.rl.train", "logra.rl.footprint"])
 
 
 @dataclass(frozen=True)
@@ -62,17 +65,17 @@ def folder_of(config: RunConfig) -> Path:
     return shipped if not _made(own, config) and _made(shipped, config) else own
 
 
-def ensure(configs: Sequence[RunConfig], workers: int | None = None) -> list[Run]:
+def ensure(configs: Sequence[RunConfig]) -> list[Run]:
     """The runs of these configurations, in their order.
 
-    workers: runs at a time; by default as many as cores. Raises RuntimeError with the end of the log of a run that failed (the
-    others finish first), MissingRecord if only drawing was asked for. Ctrl-C stops the runs; the next call goes on from their checkpoints.
+    Raises RuntimeError with the end of the log of a run that failed (the others finish first), MissingRecord if only drawing was
+    asked for. Ctrl-C stops the runs; the next call goes on from their checkpoints.
     """
     missing = {folder_of(config): config for config in configs if not _made(folder_of(config), config)}
     for folder in missing:
         refuse_if_only_drawing(folder)
     if missing:
-        _make(missing, workers or os.cpu_count() or 1)
+        _make(missing)
     return [Run(config, log_input(folder_of(config))) for config in configs]
 
 
@@ -87,30 +90,24 @@ def _made(folder: Path, config: RunConfig) -> bool:
     return True
 
 
-def _make(missing: dict[Path, RunConfig], workers: int) -> None:
+def _make(missing: dict[Path, RunConfig]) -> None:
     stop, processes, failures = threading.Event(), [], []
 
     def one(folder: Path, config: RunConfig) -> None:
-        with locked(folder):
+        with locked(folder), core():
             if stop.is_set() or (folder / "metrics.parquet").exists():
                 return
-            asked = folder.parent / f".{folder.name}.json"
-            write_whole(asked, json.dumps(config.model_dump()))
             folder.mkdir(exist_ok=True)
-            command = [sys.executable, "-m", "logra.rl.train", str(asked), "--folder", str(folder), "--resume"]
-            threads = {"OMP_NUM_THREADS": str(config.threads), "MKL_NUM_THREADS": str(config.threads)}
-            with open(folder / "run.log", "a") as log:
-                # a session of its own: Ctrl-C in the terminal reaches the run through us alone, and once
-                process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | threads, start_new_session=True)
-                processes.append(process)
-                code = process.wait()
-            if code and not stop.is_set():
+            process = FORKED.Process(target=_run, args=(config.model_dump(), folder, dict(os.environ)))
+            process.start()
+            processes.append(process)
+            process.join()
+            if process.exitcode and not stop.is_set():
                 end = "\n".join((folder / "run.log").read_text(errors="replace").splitlines()[-15:])
-                failures.append(f"the run {folder.name} failed with exit code {code}; the end of its log:\n{end}")
-            asked.unlink(missing_ok=True)
+                failures.append(f"the run {folder.name} failed with exit code {process.exitcode}; the end of its log:\n{end}")
 
     total = sum(config.updates for config in missing.values())
-    with ThreadPoolExecutor(min(workers, len(missing))) as pool, tqdm(total=total, unit="update", desc=f"{len(missing)} runs") as bar:
+    with ThreadPoolExecutor(min(cores(), len(missing))) as pool, tqdm(total=total, unit="update", desc=f"{len(missing)} runs") as bar:
         futures = [pool.submit(one, folder, config) for folder, config in missing.items()]
         try:
             while not all(future.done() for future in futures):
@@ -120,13 +117,28 @@ def _make(missing: dict[Path, RunConfig], workers: int) -> None:
         except BaseException:
             stop.set()
             for process in processes:
-                if process.poll() is None:
-                    process.send_signal(signal.SIGINT)
+                if process.is_alive():
+                    os.kill(process.pid, signal.SIGINT)
             raise
     for future in futures:
         future.result()
     if failures:
         raise RuntimeError("\n\n".join(failures))
+
+
+def _run(settings: dict, folder: Path, environment: dict[str, str]) -> None:
+    """One run, in a process of its own; what it prints goes to its log."""
+    os.environ.update(environment)                           # the server has that of its first caller
+    os.setsid()                                              # Ctrl-C in the terminal reaches the run through its caller alone, and once
+    with open(folder / "run.log", "a") as log:
+        os.dup2(log.fileno(), sys.stdout.fileno())
+        os.dup2(log.fileno(), sys.stderr.fileno())
+    from logra.rl import train                               # in the server already
+
+    try:
+        train.run(RunConfig(**settings), folder)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 def _updates(folder: Path, config: RunConfig) -> int:

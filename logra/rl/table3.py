@@ -28,7 +28,7 @@ from pathlib import Path
 
 from tqdm.auto import tqdm
 
-from logra.rl.records import ROOT, locked, log_input, records_root, refuse_if_only_drawing, write_whole
+from logra.rl.records import ROOT, core, cores, locked, log_input, records_root, refuse_if_only_drawing, write_whole
 from logra.rl.tasks import SPLITS, ReasoningGym
 
 TASKS = ("codeio", "emoji_mystery", "rectangle_count", "word_ladder", "pool_matrix", "tsumego", "sentence_reordering", "manipulate_matrix")
@@ -36,11 +36,11 @@ SEED, TRAINING, EVALUATION = 1234, 5000, 25
 _LIMIT = 1800                                               # seconds for one task: a stored program may hang
 
 
-def ensure(tasks: Sequence[str] = TASKS, workers: int | None = None) -> dict[str, dict]:
+def ensure(tasks: Sequence[str] = TASKS) -> dict[str, dict]:
     """The counts of these tasks, each counted once on this machine and kept under `records/`.
 
-    Returns {task: {"train": problems, "evaluation": problems, "seconds": it took}}, in the order given. workers: tasks at a time, by
-    default as many as cores. Raises ValueError for a task that is not in the mixture, MissingRecord if only drawing was asked for,
+    Returns {task: {"train": problems, "evaluation": problems, "seconds": it took}}, in the order given, as many at a time
+    as there are cores. Raises ValueError for a task that is not in the mixture, MissingRecord if only drawing was asked for,
     RuntimeError with the end of the output of a count that failed.
     """
     if unknown := [name for name in tasks if name not in TASKS]:
@@ -50,7 +50,7 @@ def ensure(tasks: Sequence[str] = TASKS, workers: int | None = None) -> dict[str
     for name in missing:
         refuse_if_only_drawing(folders[name])
     if missing:
-        with ThreadPoolExecutor(min(workers or os.cpu_count() or 1, len(missing))) as pool:
+        with ThreadPoolExecutor(min(cores(), len(missing))) as pool:
             for _ in tqdm(pool.map(_make, missing), total=len(missing), unit="task", desc="Table 3", disable=None):
                 pass
     return {name: _read(log_input(folder)) for name, folder in folders.items()}
@@ -74,7 +74,7 @@ def _read(folder: Path) -> dict:
 
 def _make(task: str) -> None:
     folder = _folder(task)
-    with locked(folder), tempfile.TemporaryDirectory(prefix="table3-") as scratch:
+    with locked(folder), core(), tempfile.TemporaryDirectory(prefix="table3-") as scratch:
         if (folder / "counts.json").exists():
             return
         begun = time.perf_counter()

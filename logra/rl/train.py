@@ -130,7 +130,7 @@ def run(config: RunConfig, folder: Path, resume: bool = True) -> Path:
     torch.use_deterministic_algorithms(True)
     trainer, log = Trainer(config), folder / "log.jsonl"
     rows = _restore(trainer, folder, log)
-    write_whole(folder / "environment.json", json.dumps(_environment(config), indent=1) + "\n")
+    write_whole(folder / "environment.json", json.dumps(_environment(config, folder), indent=1) + "\n")
     start, done = time.perf_counter(), trainer.update
     with log.open("a") as stream:
         def note(kind, row):
@@ -192,9 +192,9 @@ def _progress(row, trainer, left, rows) -> None:
           f"{row['tokens'] / sum(trainer.seconds.values()):.0f} tokens/s  Pass@1 {evaluations[-1]['pass_at_1']:.3f}  {left:.0f} s left", flush=True)
 
 
-def _environment(config: RunConfig) -> dict:
+def _environment(config: RunConfig, folder: Path) -> dict:
     return {"model_sha256": base_sha256(config.model), "python": platform.python_version(), "torch": torch.__version__, "logra": logra.__version__, "machine": platform.machine(),
-            "command": " ".join(sys.argv), "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+            "command": f"python -m logra.rl.train {folder.name}/config.json", "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -20,6 +20,7 @@ def test_notebook(name):
         if cell.cell_type == "code":
             assert not cell.outputs and cell.execution_count is None, f"cell {number} has outputs; they belong in build/, clear them"
             assert cell.source.strip(), f"cell {number} is empty"
+            assert "interact(" not in cell.source, "plots.sliders instead: interact can wait forever where nobody reads"
     assert path.stat().st_size < 300_000
     assert notebook.metadata.kernelspec.name == "python3", "any other kernel exists on one machine only"
     profiles.declared_parameters(notebook, name)

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 
+import ipywidgets
 import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
@@ -105,3 +106,14 @@ def test_entities_differ_in_colour_and_without_it():
     assert len({plots.LINES[n] for n in ("logra", "dense", "lora")}) == 3
     with pytest.raises(KeyError, match="no colour"):
         plots.style("sgd")
+
+
+def test_sliders_draw_their_defaults_outside_of_any_output_widget_and_again_when_one_is_moved(monkeypatch):
+    entered, shown = [], []
+    monkeypatch.setattr(ipywidgets.Output, "__enter__", lambda self: entered.append(self))     # where nbclient can lose the kernel's reply
+    monkeypatch.setattr(ipywidgets.Output, "__exit__", lambda self, *error: None)
+    rank, kind = ipywidgets.IntSlider(4, 1, 8), ipywidgets.Dropdown(options=[("signs", "rademacher"), ("Gaussian", "gaussian")])
+    plots.sliders(lambda **values: shown.append(values), rank=rank, kind=kind, count=ipywidgets.fixed(3))
+    assert shown == [{"rank": 4, "kind": "rademacher", "count": 3}] and not entered
+    rank.value = 5
+    assert shown[1:] == [{"rank": 5, "kind": "rademacher", "count": 3}]
