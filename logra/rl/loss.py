@@ -1,30 +1,28 @@
 """The policy gradient of a batch of responses: −A · min(π_train / π_rollout, cap) · ∇ log π, mean over the batch's generated tokens."""
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
+from logra import logprobs
 from logra.rl.rollout import Rollout
 
-_CHUNK = 1024                                               # tokens whose logits exist at a time
 
+def token_logprobs(model, input_ids, attention_mask, response_mask, temperature: float = 1.0, entropy: bool = False):
+    """log π of the generated tokens, float32 [n], in the order of response_mask's True places (row by row); with `entropy`, also the
+    policy's entropy at each, [n].
 
-def token_logprobs(model, input_ids, attention_mask, response_mask, temperature: float = 1.0) -> torch.Tensor:
-    """log π of the generated tokens, float32 [n], in the order of response_mask's True places (row by row).
-
-    input_ids, attention_mask, response_mask: [b, t], right-padded. The logits, divided by the temperature in float32, are made
-    and made again in backward for 1,024 tokens at a time: no [b, t, vocabulary] tensor exists.
+    input_ids, attention_mask, response_mask: [b, t], right-padded. No [b, t, vocabulary] tensor exists (see `logra.logprobs`), but for a
+    model whose logits are more than a fixed linear map of its hidden states: a capped or sketched head.
     """
-    hidden = model.base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
-    h_nh = hidden[:, :-1][response_mask[:, 1:]]             # the place before a token is the one that predicts it
-    targets = input_ids[:, 1:][response_mask[:, 1:]]
-    head = model.get_output_embeddings()
-
-    def chunk(h, target):
-        return torch.log_softmax(head(h).float() / temperature, -1).gather(1, target[:, None])[:, 0]
-
-    if len(targets) <= _CHUNK:
-        return chunk(h_nh, targets)
-    return torch.cat([checkpoint(chunk, h, target, use_reentrant=False) for h, target in zip(h_nh.split(_CHUNK), targets.split(_CHUNK))])
+    inputs = dict(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+    places = response_mask[:, 1:]                           # the place before a token is the one that predicts it
+    targets = input_ids[:, 1:][places]
+    head = logprobs.linear_head(model)
+    if head is None:
+        logp = torch.log_softmax(logprobs.wide(model(**inputs).logits[:, :-1][places]) / temperature, -1)
+        chosen = logp.gather(1, targets[:, None])[:, 0]
+        return (chosen, torch.special.entr(logp.exp()).sum(-1)) if entropy else chosen
+    h_nh = model.base_model(**inputs).last_hidden_state[:, :-1][places]
+    return logprobs.token_logprobs(h_nh, head.weight, targets, head.bias, temperature, entropy=entropy)
 
 
 def policy_loss(logprobs: torch.Tensor, rollout: Rollout, advantages: torch.Tensor, tokens: int, cap: float = 2.0) -> torch.Tensor:

@@ -82,7 +82,7 @@ def test_chunked_logprobs_have_the_values_and_gradients_of_the_whole(folder, mon
     batch = generate(trainer.model, trainer.tokenizer, PROMPTS, 3, 8)
     results = []
     for chunk in (1024, 5):
-        monkeypatch.setattr("logra.rl.loss._CHUNK", chunk)
+        monkeypatch.setattr("logra.logprobs.chunk_tokens", lambda vocabulary: chunk)
         trainer.model.zero_grad()
         logprobs = token_logprobs(trainer.model, batch.input_ids, batch.attention_mask, batch.response_mask)
         logprobs.square().sum().backward()
