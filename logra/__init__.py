@@ -1,6 +1,6 @@
 """LoGRA: reinforcement-learning post-training of language models from low-rank gradient sketches (arXiv 2610.06647)."""
 
-from logra import projection, sync
+from logra import checkpointing, projection, sync
 from logra.kl import ConstantBudget, Contexts, CosineBudget, KLControl, predicted_kl, realised_kl, step_scale
 from logra.linear import Sketches, attach, detach
 from logra.optim import Proposal, RowAdam, SketchSGD
@@ -8,4 +8,4 @@ from logra.update import LowRankUpdate
 
 __version__ = "0.1.0"
 __all__ = ["ConstantBudget", "Contexts", "CosineBudget", "KLControl", "LowRankUpdate", "Proposal", "RowAdam", "SketchSGD",
-           "Sketches", "attach", "detach", "predicted_kl", "projection", "realised_kl", "step_scale", "sync"]
+           "Sketches", "attach", "checkpointing", "detach", "predicted_kl", "projection", "realised_kl", "step_scale", "sync"]

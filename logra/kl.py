@@ -7,7 +7,7 @@ finite differences. Hidden states are kept, logits are made for a few tokens at 
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -16,7 +16,9 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from logra.linear import SketchedLinear, attached
+from logra.attention import BlockwiseAttention
+from logra.linear import attached
+from logra.logprobs import linear_head, wide
 from logra.projection import unit
 from logra.update import LowRankUpdate
 
@@ -42,49 +44,65 @@ class Contexts:
         predictions[:, :-1] = response_mask[:, 1:].bool()
         return cls(input_ids, attention_mask, predictions)
 
+    def split(self, rows: int | None) -> Iterator["Contexts"]:
+        """A few responses at a time, cut to their longest; None: all, as they are. Those without predictions are left out."""
+        if rows is None or rows >= len(self.input_ids):
+            yield self
+            return
+        for start in range(0, len(self.input_ids), rows):
+            mask = self.attention_mask[start:start + rows]
+            length = max(1, int(mask.sum(1).max()))
+            part = Contexts(*(x[start:start + rows, :length] for x in (self.input_ids, self.attention_mask, self.predictions)))
+            if part.predictions.any():
+                yield part
 
-def predicted_kl(model, proposal, contexts: Contexts, method: str = "jvp", temperature: float = 1.0) -> float:
+
+def predicted_kl(model, proposal, contexts: Contexts, method: str = "jvp", temperature: float = 1.0, micro_batch: int | None = None) -> float:
     """q(D) of Eq. 6, in nats a prediction: α²q(D) approximates the mean KL between the policies before and after αD.
 
     proposal: what `optimizer.propose()` returned, or a LowRankUpdate. method: "jvp" (forward-mode AD) or "finite_difference"
     (two forwards at ±D, and two at less if D is large; any attention; it needs a float32 forward, since in bfloat16 a small step is
-    lost in rounding). The model runs in eval mode and is restored, also after an exception. Raises ValueError for no predictions,
-    left padding, a temperature that is not positive, or an unknown method.
+    lost in rounding). micro_batch: responses in a forward; None for all together. The value is the mean over all predictions either way,
+    and no response is cut: a sample of whole responses, chosen before they were known (the batch's first), stands for the batch, while
+    one of their beginnings would stand for early tokens alone. The model runs in eval mode and is restored, also after an exception.
+    Raises ValueError for no predictions, left padding, a temperature that is not positive, or an unknown method.
     """
     _check(contexts, temperature)
-    factors = _factors(model, proposal)
+    factors = _Factors(model, proposal)
     if method == "jvp":
-        return _mean_variance(_dual_logits(model, contexts, factors), contexts, temperature)
+        return _mean_variance(_dual_logits(model, contexts, factors, micro_batch), contexts, temperature)
     if method != "finite_difference":
         raise ValueError(f"unknown method {method!r}: it is 'jvp' or 'finite_difference'")
     step = 1.0
-    q = _mean_variance(_logit_differences(model, contexts, factors, step), contexts, temperature)
+    q = _mean_variance(_logit_differences(model, contexts, factors, step, micro_batch), contexts, temperature)
     while 1e-4 < step ** 2 * q < math.inf:                  # the differences left the quadratic's range: again, with a step that does not
         step = math.sqrt(1e-5 / q)
-        q = _mean_variance(_logit_differences(model, contexts, factors, step), contexts, temperature)
+        q = _mean_variance(_logit_differences(model, contexts, factors, step, micro_batch), contexts, temperature)
     return q
 
 
-def _dual_logits(model, contexts, factors):
-    """(logits, their rates along D), a few tokens at a time, by one forward with dual numbers."""
-    device = contexts.input_ids.device
-    with _evaluating(model), _differentiable_attention(model), forward_ad.dual_level():
-        with warnings.catch_warnings():                     # torch's first dual number uses its own deprecated torch.jit.script
-            warnings.simplefilter("ignore", DeprecationWarning)
-            a = forward_ad.make_dual(torch.zeros((), device=device), torch.ones((), device=device))
-        h, logits, rates = _hidden(model, contexts, factors, a)
-        h, h_dot = forward_ad.unpack_dual(h)
-    h_dot = torch.zeros_like(h) if h_dot is None else h_dot
-    return ((logits(h[i:i + _CHUNK]), rates(h_dot[i:i + _CHUNK])) for i in range(0, len(h), _CHUNK))
+def _dual_logits(model, contexts, factors, micro_batch):
+    """(logits, their rates along D), a few tokens at a time, by one forward with dual numbers for each micro-batch."""
+    for part in contexts.split(micro_batch):
+        device = part.input_ids.device
+        with _evaluating(model), _differentiable_attention(model), forward_ad.dual_level():
+            with warnings.catch_warnings():                 # torch's first dual number uses its own deprecated torch.jit.script
+                warnings.simplefilter("ignore", DeprecationWarning)
+                a = forward_ad.make_dual(torch.zeros((), device=device), torch.ones((), device=device))
+            h, logits, rates = _hidden(model, part, factors, a)
+            h, h_dot = forward_ad.unpack_dual(h)
+        h_dot = torch.zeros_like(h) if h_dot is None else h_dot
+        yield from ((logits(h[i:i + _CHUNK]), rates(h_dot[i:i + _CHUNK])) for i in range(0, len(h), _CHUNK))
 
 
-def _logit_differences(model, contexts, factors, step):
+def _logit_differences(model, contexts, factors, step, micro_batch):
     """The same from two forwards at ±step · D: central differences, of second order in the step."""
-    with _evaluating(model):
-        plus, logits, _ = _hidden(model, contexts, factors, step)
-        minus, _, _ = _hidden(model, contexts, factors, -step)
-    ends = ((logits(plus[i:i + _CHUNK]), logits(minus[i:i + _CHUNK])) for i in range(0, len(plus), _CHUNK))
-    return (((up + down) / 2, (up - down) / (2 * step)) for up, down in ends)
+    for part in contexts.split(micro_batch):
+        with _evaluating(model):
+            plus, logits, _ = _hidden(model, part, factors, step)
+            minus, _, _ = _hidden(model, part, factors, -step)
+        ends = ((logits(plus[i:i + _CHUNK]), logits(minus[i:i + _CHUNK])) for i in range(0, len(plus), _CHUNK))
+        yield from (((up + down) / 2, (up - down) / (2 * step)) for up, down in ends)
 
 
 def _mean_variance(pairs, contexts, temperature) -> float:
@@ -92,28 +110,30 @@ def _mean_variance(pairs, contexts, temperature) -> float:
     total = 0.0
     with torch.no_grad():
         for z_nv, rate_nv in pairs:
-            p_nv = torch.softmax(z_nv / temperature, -1)
-            centred = rate_nv - (p_nv * rate_nv).sum(-1, keepdim=True)
-            total += float((p_nv * centred.square()).sum(-1).double().sum())
+            p_nv = torch.softmax(z_nv if temperature == 1 else z_nv / temperature, -1)
+            del z_nv
+            rate_nv = rate_nv - (p_nv * rate_nv).sum(-1, keepdim=True)
+            total += float(rate_nv.square_().mul_(p_nv).sum(-1).double().sum())
     return total / (2 * int(contexts.predictions.sum()) * temperature ** 2)
 
 
-def realised_kl(model, proposal, contexts: Contexts, alpha: float = 1.0, temperature: float = 1.0, applied: bool = False) -> float:
+def realised_kl(model, proposal, contexts: Contexts, alpha: float = 1.0, temperature: float = 1.0, applied: bool = False,
+                micro_batch: int | None = None) -> float:
     """The mean KL(π_θ ‖ π_θ+αD) of Eq. 5 itself, over the full vocabulary, in nats a prediction.
 
     applied: the weights contain αD already, so that the policy before is found by taking it away again. The rest as for `predicted_kl`.
     """
     _check(contexts, temperature)
-    factors = _factors(model, proposal)
-    with _evaluating(model):
-        before, logits, _ = _hidden(model, contexts, factors, -alpha if applied else 0.0)
-        after, _, _ = _hidden(model, contexts, factors, 0.0 if applied else alpha)
-        total = 0.0
-        for i in range(0, len(before), _CHUNK):
-            log_p = torch.log_softmax(logits(before[i:i + _CHUNK]).double() / temperature, -1)
-            log_q = torch.log_softmax(logits(after[i:i + _CHUNK]).double() / temperature, -1)
-            total += float((log_p.exp() * (log_p - log_q)).sum())
-    return total / len(before)
+    factors, total = _Factors(model, proposal), 0.0
+    for part in contexts.split(micro_batch):
+        with _evaluating(model):
+            before, logits, _ = _hidden(model, part, factors, -alpha if applied else 0.0)
+            after, _, _ = _hidden(model, part, factors, 0.0 if applied else alpha)
+            for i in range(0, len(before), _CHUNK):
+                log_p = torch.log_softmax(logits(before[i:i + _CHUNK]).double() / temperature, -1)
+                log_q = torch.log_softmax(logits(after[i:i + _CHUNK]).double() / temperature, -1)
+                total += float((log_p.exp() * (log_p - log_q)).sum())
+    return total / int(contexts.predictions.sum())
 
 
 def step_scale(q: float, budget: float, alpha_max: float) -> float:
@@ -156,11 +176,13 @@ class KLControl:
     """Chooses α for each proposal, and remembers what it was chosen from.
 
     budget: a function of the update's number, from 1. alpha_max: the limit of Eq. 7. mismatch: subtract κ (Eq. 17).
-    method, temperature: as for `predicted_kl`. After `scale`: `q`, `budget_now` (δ_eff), `kappa`, `alpha`.
+    method, temperature, micro_batch: as for `predicted_kl`. After `scale`: `q`, `budget_now` (δ_eff), `kappa`, `alpha`.
     """
 
-    def __init__(self, budget, alpha_max: float = 3.0, mismatch: bool = False, method: str = "jvp", temperature: float = 1.0):
+    def __init__(self, budget, alpha_max: float = 3.0, mismatch: bool = False, method: str = "jvp", temperature: float = 1.0,
+                 micro_batch: int | None = None):
         self.budget, self.alpha_max, self.mismatch, self.method, self.temperature = budget, alpha_max, mismatch, method, temperature
+        self.micro_batch = micro_batch
         self.update, self.kappa = 1, 0.0
         self.q = self.alpha = self.budget_now = math.nan
         self._measured = False
@@ -182,7 +204,7 @@ class KLControl:
 
         Raises as `predicted_kl` and `step_scale` do, with nothing changed.
         """
-        q = predicted_kl(model, proposal, contexts, self.method, self.temperature)
+        q = predicted_kl(model, proposal, contexts, self.method, self.temperature, self.micro_batch)
         delta = self.budget(self.update)
         effective = max(delta - self.kappa, 0.5 * delta) if self.mismatch and self._measured else delta
         alpha = step_scale(q, effective, self.alpha_max)
@@ -207,16 +229,31 @@ def _check(contexts, temperature):
         raise ValueError(f"temperature must be positive, but it is {temperature}")
 
 
-def _factors(model, proposal) -> dict[str, tuple[torch.Tensor, int]]:
-    """(F_dr, key of A) with D_W = F · entries of A. A step moves the sketches on to the next A: a proposal knows its own."""
-    sketches = attached(model)
-    unknown = set(proposal.matrices if isinstance(proposal, LowRankUpdate) else proposal) - set(sketches)
-    if unknown:
-        raise ValueError(f"the proposal names {sorted(unknown)[:3]}, which the model's sketches do not")
-    if isinstance(proposal, LowRankUpdate):
-        return {name: (m.factor(), m.key) for name, m in proposal.matrices.items()}
-    scale, number = -getattr(proposal, "eta", 1.0) * unit(sketches.rank), getattr(proposal, "number", sketches.update)
-    return {name: (U_dr * scale, sketches[name].key_at(number)) for name, U_dr in proposal.items()}
+class _Factors(Mapping):
+    """(F_dr, key of A) by name with D_W = F · entries of A, made when asked for. A step moves the sketches on to the next A: a proposal
+    knows its own."""
+
+    def __init__(self, model, proposal):
+        self.sketches, self.proposal = attached(model), proposal
+        self._rounded = isinstance(proposal, LowRankUpdate)
+        self._names = proposal.matrices if self._rounded else proposal
+        unknown = set(self._names) - set(self.sketches)
+        if unknown:
+            raise ValueError(f"the proposal names {sorted(unknown)[:3]}, which the model's sketches do not")
+        self._scale = -getattr(proposal, "eta", 1.0) * unit(self.sketches.rank)
+        self._number = getattr(proposal, "number", self.sketches.update)
+
+    def __getitem__(self, name: str) -> tuple[torch.Tensor, int]:
+        if self._rounded:
+            matrix = self.proposal.matrices[name]
+            return matrix.factor(), matrix.key
+        return self.proposal[name] * self._scale, self.sketches[name].key_at(self._number)
+
+    def __iter__(self):
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def _hidden(model, contexts, factors: Mapping, a):
@@ -225,25 +262,15 @@ def _hidden(model, contexts, factors: Mapping, a):
     A model whose logits are more than a fixed linear head of its last hidden states gives its logits, whole, instead.
     """
     inputs = dict(input_ids=contexts.input_ids, attention_mask=contexts.attention_mask)
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head = linear_head(model)
     with attached(model).perturbed(factors, a):
-        if head is not None and not isinstance(head, SketchedLinear) and not _scales_logits(model):
+        if head is not None:
             out = model.base_model(**inputs, use_cache=False).last_hidden_state
-            logits, rates = (lambda h: _wide(head(h))), (lambda h: _wide(F.linear(h, head.weight)))
+            logits, rates = (lambda h: wide(head(h))), (lambda h: wide(F.linear(h, head.weight)))
         else:
             out = model(**inputs).logits
-            logits = rates = _wide
+            logits = rates = wide
     return out[contexts.predictions], logits, rates
-
-
-def _wide(z: torch.Tensor) -> torch.Tensor:
-    """Float32 at least: a narrower logit divided by the temperature would move by a tenth of a nat."""
-    return z.to(torch.promote_types(z.dtype, torch.float32))
-
-
-def _scales_logits(model) -> bool:
-    config = model.config.get_text_config() if hasattr(model, "config") else None
-    return any(getattr(config, field, None) for field in ("final_logit_softcapping", "logit_scale", "logits_scaling"))
 
 
 @contextmanager
@@ -261,14 +288,14 @@ def _evaluating(model):
 
 @contextmanager
 def _differentiable_attention(model):
-    """Forward AD has no kernel for fused attention, and flex attention drops tangents silently: plain attention inside."""
+    """Forward AD has no kernel for fused attention, and flex attention drops tangents silently: plain attention inside, in blocks if long."""
     config = getattr(model, "config", None)
     before = getattr(config, "_attn_implementation", None)
     switch = before not in (None, "eager", "sdpa")
-    with sdpa_kernel(SDPBackend.MATH):
+    with sdpa_kernel(SDPBackend.MATH), BlockwiseAttention():
         try:
             if switch:
-                model.set_attn_implementation("eager")
+                model.set_attn_implementation("sdpa" if getattr(model, "_supports_sdpa", False) else "eager")
             yield
         finally:
             if switch:

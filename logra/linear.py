@@ -4,10 +4,10 @@
 """
 
 import sys
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -16,16 +16,81 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from logra import bits
 from logra import projection as projections
+from logra.checkpointing import held
+from logra.coverage import Coverage, _decoder_blocks, choose  # noqa: F401 (the blocks: for `logra.memory_step`)
+from logra.shards import RowShards
+
+_SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"))
+_BAND = 1 << 22                                             # elements of a narrow tensor that are widened at a time (16 MiB)
+
+
+class Source:
+    """What one matrix reads, or several that read the same: the name that makes its projections' keys, A and X Aᵀ."""
+
+    def __init__(self, name: str, k: int, owner: "Sketches"):
+        self.name, self.k, self.owner = name, k, owner
+        self.kept = self._last = None
+
+    def key_at(self, update: int) -> int:
+        return projections.key(self.owner.seed, update if self.owner.refresh else 0, self.name)
+
+    def project(self, X_tk: torch.Tensor, key: int) -> torch.Tensor:
+        """X Aᵀ · √r, [t, r], in float32 also where X is narrower, or else the sketch would lose what X still holds.
+
+        A is hashed here and let go, layer by layer, unless `keep_projections` holds it.
+        """
+        dtype = torch.promote_types(X_tk.dtype, torch.float32)
+        wanted = (key, dtype, X_tk.device)
+        if self.kept is None or self.kept[0] != wanted:
+            E_rk = projections.entries(self.owner.projection, self.owner.rank, self.k, key, dtype=dtype, device=X_tk.device)
+            self.kept = (wanted, E_rk) if self.owner.keep_projections else None
+        else:
+            E_rk = self.kept[1]
+        with torch.autocast(X_tk.device.type, enabled=False):
+            band = len(X_tk) if X_tk.dtype == dtype else max(1, _BAND // self.k)
+            if len(X_tk) <= band:
+                return X_tk.to(dtype) @ E_rk.T
+            return torch.cat([X.to(dtype) @ E_rk.T for X in X_tk.split(band)])
+
+    def projected(self, x: torch.Tensor) -> torch.Tensor:
+        """P_tr = X Aᵀ · √r of a forward, without a graph: the same tensor for each matrix that reads the same x."""
+        key = self.key_at(self.owner.update)
+        last = self._last
+        if last is not None and last[0]() is x and last[1:3] == (x._version, key):
+            return last[3]
+        reading, writing = getattr(held, "reading", None), getattr(held, "writing", None)
+        if reading is not None:
+            P_tr = next(reading[self])
+        else:
+            with torch.no_grad():
+                X_tk = x.reshape(-1, x.shape[-1])
+                if torch.is_autocast_enabled(x.device.type):
+                    X_tk = X_tk.to(torch.get_autocast_dtype(x.device.type))
+                P_tr = self.project(X_tk, key)
+        if writing is not None:
+            writing.setdefault(self, []).append(P_tr)
+        if self.owner.share_inputs:
+            self._last = (weakref.ref(x, self._forget), x._version, key, P_tr)
+        return P_tr
+
+    def _forget(self, reference) -> None:
+        """x is gone: nobody reads it again."""
+        if self._last is not None and self._last[0] is reference:
+            self._last = None
+
+    def __getstate__(self):
+        return vars(self) | {"_last": None}                 # a copy of a model reads other tensors
 
 
 class Sketch:
-    """One matrix's sketch. `S_dr` is float32 [d, r] on the weight's device, zero until the first backward."""
+    """One matrix's sketch. `S_dr` is float32 [d, r] on the weight's device, zero until the first backward; of it, this rank's rows alone
+    where `Sketches.shards` is set."""
 
-    def __init__(self, name: str, module: nn.Linear, owner: "Sketches"):
-        self.name, self.module, self.owner = name, module, owner
+    def __init__(self, name: str, module: nn.Linear, owner: "Sketches", source: Source):
+        self.name, self.module, self.owner, self.source = name, module, owner, source
         self.d, self.k = module.weight.shape
-        self.delta = None                                   # (a, F_dr, key) while a KL probe runs: see Sketches.perturbed
-        self._S_dr = self._kept = self._anchor = None
+        self.delta = None                                   # (a, factors) while a KL probe runs: see Sketches.perturbed
+        self._S_dr = self._anchor = None
 
     @property
     def weight(self) -> nn.Parameter:
@@ -42,12 +107,14 @@ class Sketch:
 
     def key_at(self, update: int) -> int:
         """The key of update number `update`: another one for each, unless `refresh` is off."""
-        return projections.key(self.owner.seed, update if self.owner.refresh else 0, self.name)
+        return self.source.key_at(update)
 
     @property
     def S_dr(self) -> torch.Tensor:
         if self._S_dr is None or self._S_dr.device != self.weight.device:
-            old, self._S_dr = self._S_dr, torch.zeros(self.d, self.rank, device=self.weight.device)
+            shards = self.owner.shards
+            rows = slice(0, self.d) if shards is None else shards.rows(self.d)
+            old, self._S_dr = self._S_dr, torch.zeros(rows.stop - rows.start, self.rank, device=self.weight.device)
             if old is not None:
                 self._S_dr.copy_(old)
         return self._S_dr
@@ -57,21 +124,15 @@ class Sketch:
         return projections.matrix(self.owner.projection, self.rank, self.k, self.key, rows, columns, dtype,
                                   device or self.weight.device)
 
-    def project(self, X_tk: torch.Tensor, key: int) -> torch.Tensor:
-        """X Aᵀ · √r, [t, r], in float32 also where X is narrower, or else the sketch would lose what X still holds."""
-        dtype = torch.promote_types(X_tk.dtype, torch.float32)
-        wanted = (key, dtype, X_tk.device)
-        if self._kept is None or self._kept[0] != wanted:
-            E_rk = projections.entries(self.owner.projection, self.rank, self.k, key, dtype=dtype, device=X_tk.device)
-            self._kept = (wanted, E_rk) if self.owner.keep_projections else None
-        else:
-            E_rk = self._kept[1]
-        with torch.autocast(X_tk.device.type, enabled=False):
-            return X_tk.to(dtype) @ E_rk.T
-
     def add(self, dY_td: torch.Tensor, P_tr: torch.Tensor) -> None:
-        """S += dYᵀ (X Aᵀ): one micro-batch's contribution to Eq. 2, accumulated in float32."""
-        self.S_dr.addmm_(dY_td.float().T, P_tr.float(), alpha=projections.unit(self.rank))
+        """S += dYᵀ (X Aᵀ): one micro-batch's contribution to Eq. 2, accumulated in float32; over all ranks, where S is sharded."""
+        shards = self.owner.shards
+        into = self.S_dr if shards is None else torch.zeros(self.d, self.rank, device=dY_td.device)
+        band = self.d if dY_td.dtype == torch.float32 else max(1, _BAND // max(1, len(dY_td)))
+        for start in range(0, self.d, band):
+            into[start:start + band].addmm_(dY_td[:, start:start + band].float().T, P_tr.float(), alpha=projections.unit(self.rank))
+        if shards is not None:
+            self.S_dr.add_(shards.reduce(into))
 
     @property
     def anchor(self) -> torch.Tensor:
@@ -81,18 +142,18 @@ class Sketch:
         return self._anchor
 
 
-class _SketchedProduct(torch.autograd.Function):
-    """X Wᵀ + b, which keeps X Aᵀ in place of X; its backward adds dYᵀ (X Aᵀ) = G Aᵀ to the sketch (Eq. 2)."""
+class _Sketching(torch.autograd.Function):
+    """The backward of X Wᵀ + b, which adds dYᵀ (X Aᵀ) = G Aᵀ to the sketch (Eq. 2). It keeps X Aᵀ in place of X.
+
+    Its output stands for the product, without memory of its own, and exists before it: where activation checkpointing makes a block
+    again, it stops once the last X Aᵀ is there, and the block's last product is not made a second time.
+    """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, anchor, sketch):
+    def forward(ctx, x, weight, bias, anchor, P_tr, sketch, dtype):
         ctx.x_shape, ctx.x_dtype, ctx.sketch = x.shape, x.dtype, sketch
-        if torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
-            x = x.to(dtype)
-        P_tr = sketch.project(x.reshape(-1, x.shape[-1]), sketch.key)
         ctx.save_for_backward(P_tr, weight)
-        return F.linear(x, weight, bias)
+        return x.new_zeros((), dtype=dtype).expand(*x.shape[:-1], len(weight))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -104,7 +165,20 @@ class _SketchedProduct(torch.autograd.Function):
         if ctx.needs_input_grad[0]:                         # under autocast W is narrowed for it, as in plain autograd
             dx = (dY_td @ weight.to(dY_td.dtype)).view(ctx.x_shape).to(ctx.x_dtype)
         db = dY_td.sum(0) if ctx.needs_input_grad[2] else None
-        return dx, None, db, None, None
+        return dx, None, db, None, None, None, None
+
+
+class _Product(torch.autograd.Function):
+    """The value X Wᵀ + b, put in the place of what stands for it; keeps nothing."""
+
+    @staticmethod
+    def forward(ctx, stand_in, x, weight, bias):
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        return dy, None, None, None
 
 
 class SketchedLinear(nn.Linear):
@@ -116,11 +190,15 @@ class SketchedLinear(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         sketch = self.sketch
         if sketch.delta is not None:
-            a, F_dr, key = sketch.delta
-            y, P_tr = F.linear(x, self.weight, self.bias), sketch.project(x, key)
+            a, factors = sketch.delta
+            F_dr, key = factors[sketch.name]
+            y, P_tr = F.linear(x, self.weight, self.bias), sketch.source.project(x, key)
             return y + (a * F.linear(P_tr, F_dr.to(P_tr.dtype))).to(y.dtype)
         if torch.is_grad_enabled():
-            return _SketchedProduct.apply(x, self.weight, self.bias, sketch.anchor, sketch)
+            device = x.device.type
+            dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+            stand_in = _Sketching.apply(x, self.weight, self.bias, sketch.anchor, sketch.source.projected(x), sketch, dtype)
+            return _Product.apply(stand_in, x.detach(), self.weight, self.bias)
         if self.training and _under_reentrant_checkpoint():
             raise RuntimeError(f"{sketch.name} runs under reentrant activation checkpointing, which loses sketches: "
                                "use gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})")
@@ -136,41 +214,23 @@ def _under_reentrant_checkpoint() -> bool:
     return False
 
 
-class CoverageRow(NamedTuple):
-    name: str
-    kind: str                                               # the module's class
-    shape: tuple
-    sketched: bool
-    why: str                                                # why it was left out; empty if it was not
-
-
-class Coverage(list):
-    """A row for each module that holds a matrix: which ones are sketched, which are left out, and why."""
-
-    def __str__(self):
-        taken = sum(row.sketched for row in self)
-        lines = [f"{taken} of {len(self)} matrices are sketched"]
-        width = max((len(row.name) for row in self), default=0)
-        lines += [f"{row.name:<{width}}  {row.kind:<16} {'×'.join(map(str, row.shape)):>14}  "
-                  f"{'sketched' if row.sketched else row.why}" for row in self]
-        return "\n".join(lines)
-
-
 class Sketches(Mapping):
     """The sketches of a model, by canonical module name. `update` counts from 1; the optimizer's step advances it.
 
+    shards: None, or a `RowShards`, by which each rank keeps some rows of every sketch (set before the first backward).
     run, session: whose updates these are, stamped on each: a name that another run does not have, and a number that grows
     whenever the run is started anew (both may be set).
     """
 
-    def __init__(self, model, rank, projection, seed, refresh, keep_projections):
+    def __init__(self, model, rank, projection, seed, refresh, keep_projections, share_inputs):
         self.model, self.rank, self.projection, self.seed, self.refresh = model, rank, projection, seed, refresh
-        self.keep_projections = keep_projections
+        self.keep_projections, self.share_inputs = keep_projections, share_inputs
+        self.shards: RowShards | None = None
         self.update = 1
         self._sketches: dict[str, Sketch] = {}
         self._coverage = Coverage()
         self._frozen: list[nn.Parameter] = []               # what attach froze, for detach
-        self.run, self.session = f"{seed}/{rank}/{projection}/{'refreshed' if refresh else 'fixed'}", 0
+        self.run, self.session = f"{seed}/{rank}/{projection}/{'refreshed' if refresh else 'fixed'}{'/shared' if share_inputs else ''}", 0
 
     @cached_property
     def base(self) -> str:
@@ -204,11 +264,11 @@ class Sketches(Mapping):
     def perturbed(self, factors: Mapping[str, tuple[torch.Tensor, int]], a):
         """Within it the forward is that of W + a · F E, never formed: y = x Wᵀ + a · (x Eᵀ) Fᵀ, with E = √r A, A's entries.
 
-        factors: (F_dr, key of A) by name. a: a float or a dual scalar.
+        factors: (F_dr, key of A) by name, asked for at each forward of each layer. a: a float or a dual scalar.
         """
         try:
-            for name, (F_dr, key) in factors.items():
-                self[name].delta = (a, F_dr, key)
+            for name in factors:
+                self[name].delta = (a, factors)
             yield
         finally:
             for sketch in self.values():
@@ -216,7 +276,8 @@ class Sketches(Mapping):
 
 
 def attach(model: nn.Module, rank: int, projection: str = "rademacher", seed: int = 0, refresh: bool = True, *,
-           modules: Iterable[str] | None = None, freeze_rest: bool = True, keep_projections: bool = False) -> Sketches:
+           modules: Iterable[str] | None = None, freeze_rest: bool = True, keep_projections: bool = False,
+           share_inputs: bool = False) -> Sketches:
     """Sketch the attention and MLP projections of `model` in place, and freeze the rest.
 
     Args:
@@ -227,6 +288,9 @@ def attach(model: nn.Module, rank: int, projection: str = "rademacher", seed: in
         modules: names of the nn.Linear modules to take; by default all in the decoder's blocks that are wider than `rank`.
         freeze_rest: False leaves the other parameters as they are, to be trained by an optimizer of their own.
         keep_projections: hold every A in memory between forwards (faster for a small model) instead of hashing it anew.
+        share_inputs: one projection for the matrices of a block that read the same input (q, k and v; gate and up), so that one X Aᵀ is
+            made and kept for all of them: 4r numbers a token and block in place of 7r. Each sketch is as unbiased as before; those of
+            one group are no longer independent.
 
     Returns the sketches; `.coverage()` says what was taken, what was left and why. Weights keep their names and values, and
     their `.grad` stays None. Raises ValueError where nothing matches or a module cannot be sketched, RuntimeError if attached already.
@@ -235,17 +299,20 @@ def attach(model: nn.Module, rank: int, projection: str = "rademacher", seed: in
         raise RuntimeError("this model has sketches attached already: call logra.detach(model) first")
     if not isinstance(rank, int) or rank < 1:
         raise ValueError(f"rank must be a positive integer, but it is {rank!r}")
-    sketches = Sketches(model, rank, projection, seed, refresh, keep_projections)
-    chosen = _choose(model, sketches, None if modules is None else set(map(projections.canonical_name, modules)))
+    sketches = Sketches(model, rank, projection, seed, refresh, keep_projections, share_inputs)
+    chosen, sketches._coverage = choose(model, rank, None if modules is None else set(map(projections.canonical_name, modules)))
     for module in chosen.values():                          # raises here, before anything is changed
         projections.entries(projection, rank, module.in_features, key=0, rows=slice(0, 1), columns=slice(0, 1))
     weights = [module.weight for module in chosen.values()]
     sketches._frozen = [p for p in (model.parameters() if freeze_rest else weights) if p.requires_grad]
     for parameter in sketches._frozen:
         parameter.requires_grad_(False)
+    sources = {}
     for name, module in chosen.items():
+        read = _source_name(name) if share_inputs else name
+        source = sources.setdefault((read, module.in_features), Source(read, module.in_features, sketches))
         module.__class__ = SketchedLinear
-        module.sketch = sketches._sketches[name] = Sketch(name, module, sketches)
+        module.sketch = sketches._sketches[name] = Sketch(name, module, sketches, source)
     return sketches
 
 
@@ -267,60 +334,8 @@ def attached(model: nn.Module) -> Sketches:
     raise ValueError(f"this {type(model).__name__} has no sketches: call logra.attach(model, rank=...) first")
 
 
-def _choose(model, sketches, wanted) -> dict[str, nn.Linear]:
-    """The modules to sketch, by canonical name; fills the coverage table on the way."""
-    inner = next((module for module in model.modules() if hasattr(module, "get_decoder")), model)    # without its wrappers
-    blocks = _decoder_blocks(model, inner)
-    head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
-    chosen = {}
-    for full, module in model.named_modules():
-        for part, parameter in module.named_parameters(recurse=False):
-            if parameter.dim() < 2:
-                continue
-            name = projections.canonical_name(full if part == "weight" else f"{full}.{part}")
-            why = _why_not(module, full, blocks, head, sketches.rank) if wanted is None else _why_not_named(module, name, wanted)
-            sketches._coverage.append(CoverageRow(name, type(module).__name__, tuple(parameter.shape), not why, why))
-            if not why:
-                chosen[name] = module
-    if wanted is not None and set(chosen) != wanted:
-        raise ValueError(f"modules names {sorted(wanted - set(chosen))[:5]}, which are no nn.Linear modules of this "
-                         f"{type(model).__name__}:\n{sketches._coverage}")
-    if not chosen:
-        raise ValueError(f"no module of this {type(model).__name__} can be sketched at rank {sketches.rank}; "
-                         f"name nn.Linear modules with modules=[...]:\n{sketches._coverage}")
-    return chosen
-
-
-def _decoder_blocks(model, inner) -> dict[str, nn.Module]:
-    """The repeated blocks: the entries of the outermost nn.ModuleList of the (text) decoder, by their full names."""
-    decoder = inner.get_decoder() if hasattr(inner, "get_decoder") else inner
-    inside = {id(module) for module in decoder.modules()}
-    lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and id(module) in inside]
-    outermost = [name for name in lists if not any(name.startswith(other + ".") for other in lists)]
-    return {f"{name}.{i}": block for name in outermost for i, block in enumerate(model.get_submodule(name))}
-
-
-def _why_not(module, name, blocks, head, rank) -> str:
-    if module is head:
-        return "output head"
-    if isinstance(module, nn.Embedding):
-        return "embedding"
-    block = next((b for b in blocks if name.startswith(b + ".")), None)
-    if block is None:
-        return "outside the decoder's blocks"
-    if type(module) is not nn.Linear:
-        return f"not an nn.Linear ({type(module).__name__})"
-    parent = name.rpartition(".")[0]
-    if parent == block:
-        return "not part of an attention or MLP module"
-    if hasattr(blocks[block].get_submodule(parent[len(block) + 1:]), "experts"):
-        return "a router of experts"
-    if min(module.weight.shape) <= rank:
-        return f"min(d, k) = {min(module.weight.shape)} is not above the rank {rank}"
-    return ""
-
-
-def _why_not_named(module, name, wanted) -> str:
-    if name not in wanted:
-        return "not named"
-    return "" if type(module) is nn.Linear else f"not an nn.Linear ({type(module).__name__})"
+def _source_name(name: str) -> str:
+    """The name of what a module reads: the same for modules that read the same, whichever of them are sketched."""
+    parent, _, last = name.rpartition(".")
+    group = next((group for group in _SAME_INPUT if last in group), (last,))
+    return f"{parent}.{'+'.join(group)}" if parent else "+".join(group)

@@ -149,7 +149,7 @@ def _label(meter: Meter, trainer: Trainer) -> None:
     meter.label([x for o in optimizers for state in o.state.values() for x in state.values() if isinstance(x, torch.Tensor)], "optimizer")
     sketches = getattr(method, "sketches", {}).values()
     meter.label([s.S_dr for s in sketches], "gradients")
-    meter.label([s._kept[1] for s in sketches if s._kept is not None], "projections")
+    meter.label([s.source.kept[1] for s in sketches if s.source.kept is not None], "projections")
 
 
 def trace(config: RunConfig, updates: int, every: int) -> pd.DataFrame:

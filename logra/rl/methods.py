@@ -99,7 +99,8 @@ class LoGRA:
                           else logra.SketchSGD(self.sketches, **step))
         budget = (logra.CosineBudget(config.budget, config.budget_end, config.budget_updates) if config.control == "cosine"
                   else logra.ConstantBudget(config.budget))
-        self.control = logra.KLControl(budget, config.alpha_max, config.mismatch, config.probe, config.temperature)
+        self.control = logra.KLControl(budget, config.alpha_max, config.mismatch, config.probe, config.temperature,
+                                       config.micro_batch)
         rest = [p for p in model.parameters() if p.requires_grad]
         self.rest = AdamW(rest, config) if rest else None
 
@@ -114,7 +115,7 @@ class LoGRA:
             trainer = torch.zeros_like(batch.logprobs).masked_scatter(batch.response_mask, logprobs)
             self.control.observe(batch.logprobs, trainer, batch.response_mask & batch.complete[:, None])
             if config.control == "none":
-                q, alpha = logra.predicted_kl(self.model, proposal, contexts, config.probe, config.temperature), 1.0
+                q, alpha = logra.predicted_kl(self.model, proposal, contexts, config.probe, config.temperature, config.micro_batch), 1.0
             else:
                 alpha = self.control.scale(self.model, proposal, contexts)
                 q = self.control.q
@@ -125,7 +126,7 @@ class LoGRA:
             update = self.applied = self.optimizer.step(alpha)
             self.optimizer.zero_grad()
         with timed("probe"):
-            realised = logra.realised_kl(self.model, update, contexts, temperature=config.temperature, applied=True)
+            realised = logra.realised_kl(self.model, update, contexts, temperature=config.temperature, applied=True, micro_batch=config.micro_batch)
         return row | {"alpha": alpha, "predicted_kl": alpha ** 2 * q, "realised_kl": realised}
 
     def state_dict(self) -> dict:

@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import logra
-from logra import kl
+from logra import attention, kl
 
 
 def prepared(build=models.qwen2, rank=16, relative_step=1e-2, b=3, t=24, **settings):
@@ -72,7 +72,7 @@ def test_finite_differences_agree_within_a_percent_at_any_size_of_the_proposal(r
                                           (math.nan, "finite_difference"), (math.inf, "finite_difference")])
 def test_a_proposal_that_is_not_finite_ends_in_an_error_and_not_in_a_step(value, method):
     model, optimizer, contexts = prepared()
-    proposal = optimizer.propose()
+    proposal = dict(optimizer.propose())
     proposal["model.layers.2.mlp.down_proj"][:] = value
     with pytest.raises(FloatingPointError, match="predicted KL is"):
         logra.KLControl(logra.ConstantBudget(1e-4), method=method).scale(model, proposal, contexts)
@@ -292,3 +292,68 @@ def test_the_control_holds_the_realised_kl_at_its_budget():
     assert 0 < alpha < 1 and control.q * alpha**2 == pytest.approx(1e-5)
     update = optimizer.step(alpha)
     assert logra.realised_kl(model, update, contexts, applied=True) == pytest.approx(1e-5, rel=0.1)
+
+
+@pytest.mark.parametrize("measure", [logra.predicted_kl, logra.realised_kl, lambda *a, **k: logra.predicted_kl(*a, method="finite_difference", **k)])
+def test_a_probe_in_micro_batches_is_the_probe(measure):
+    model, optimizer, contexts = prepared(b=5)
+    contexts.predictions[3] = False                         # a response without a token
+    proposal, rows = optimizer.propose(), []
+    handle = model.model.layers[0].register_forward_pre_hook(lambda module, args: rows.append(tuple(args[0].shape[:2])))
+    whole = measure(model, proposal, contexts)
+    assert {b for b, _ in rows} == {5}
+    rows.clear()
+    assert measure(model, proposal, contexts, micro_batch=2) == pytest.approx(whole, rel=1e-4)
+    assert {b for b, _ in rows} == {2, 1} and min(t for _, t in rows) == 12               # the last response has 12 of 24 tokens
+    handle.remove()
+
+
+@pytest.mark.parametrize("build", [models.qwen2, models.llama, models.qwen3_5])
+@pytest.mark.parametrize("padded", [True, False])
+def test_long_contexts_are_probed_by_blocks_of_queries(build, padded, monkeypatch):
+    model, optimizer, contexts = prepared(build)
+    if not padded:
+        contexts = logra.Contexts(contexts.input_ids[:1], contexts.attention_mask[:1], contexts.predictions[:1])
+    proposal, blocks = optimizer.propose(), []
+    q = logra.predicted_kl(model, proposal, contexts)
+    blockwise = attention.blockwise
+    monkeypatch.setattr(attention, "blockwise", lambda *args, **kwargs: blocks.append(1) or blockwise(*args, **kwargs))
+    monkeypatch.setattr(attention, "_SCORES", 3 * 4 * 24 * 5)
+    assert logra.predicted_kl(model, proposal, contexts) == pytest.approx(q, rel=1e-5) and blocks
+    blocks.clear()
+    model(contexts.input_ids)
+    assert not blocks                                       # in the probe alone
+
+
+@pytest.mark.parametrize("mask", ["causal", "bool", "row", "float", "none"])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_blockwise_attention_is_attention_and_so_are_its_rates(mask, groups, monkeypatch):
+    monkeypatch.setattr(attention, "_SCORES", 2 * 6 * 13 * 4)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, *rates = (torch.randn(2, heads, 13, 8, generator=generator, dtype=torch.float64) for heads in (6, 6 // groups, 6 // groups) * 2)
+    seen = torch.ones(13, 13, dtype=torch.bool).tril().expand(2, 1, 13, 13)
+    kwargs = {"causal": dict(is_causal=True), "bool": dict(attn_mask=seen), "row": dict(attn_mask=(torch.arange(13) < 9)[None]), "none": {},
+              "float": dict(attn_mask=torch.randn(2, 1, 13, 13, generator=generator, dtype=torch.float64))}[mask] | dict(scale=0.4, enable_gqa=groups > 1)
+    results = []
+    for function in (attention.blockwise, torch.nn.functional.scaled_dot_product_attention):
+        with kl.forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
+            duals = [kl.forward_ad.make_dual(x, rate) for x, rate in zip((q, k, v), rates)]
+            results.append(kl.forward_ad.unpack_dual(function(*duals, **kwargs)))
+    for ours, theirs in zip(*results):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_the_scores_of_a_long_context_never_exist_at_once(monkeypatch):
+    from logra.rl.footprint import Meter
+
+    model, optimizer, _ = prepared(models.llama, max_position_embeddings=2048)
+    ids, proposal, peaks = models.ids(1, 1500), optimizer.propose(), []
+    contexts = logra.Contexts(ids, torch.ones_like(ids), torch.arange(1500)[None] >= 1400)
+    for scores in (1 << 18, 1 << 30):
+        monkeypatch.setattr(attention, "_SCORES", scores)
+        meter = Meter()
+        with meter.measuring():
+            logra.predicted_kl(model, proposal, contexts)
+        meter.at_peak()
+        peaks.append(meter.peak)
+    assert peaks[1] > 4 * 4 * 3 * 1500**2 and peaks[0] < peaks[1] / 6

@@ -339,3 +339,94 @@ def test_a_step_moves_the_sketched_matrices_alone():
     logra.SketchSGD(sketches, relative_step=1e-3).step()
     moved = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
     assert moved == {f"{name}.weight" for name in sketches} and model.lm_head.weight is model.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("build, groups", [(models.qwen2, 4), (models.llama, 4), (models.qwen3_5, 4)])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_matrices_that_read_the_same_input_may_share_a_projection_and_what_it_makes(build, groups, checkpointing):
+    model = build().train()
+    exact = copy.deepcopy(model).double()
+    sketches = logra.attach(model, 16, seed=3, share_inputs=True)
+    if checkpointing:
+        model.gradient_checkpointing_enable(**NON_REENTRANT)
+    kept = []
+    for micro in range(2):
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+            loss = models.loss(model, models.ids(2, 9, seed=micro))
+        loss.backward()
+        models.loss(exact, models.ids(2, 9, seed=micro)).backward()
+    expected = [exact.get_submodule(name).weight.grad @ sketch.A_rk(dtype=torch.float64).T for name, sketch in sketches.items()]
+    assert relative([s.S_dr for s in sketches.values()], expected) < 2e-6
+    blocks = model.config.num_hidden_layers
+    keys = {name: sketch.key for name, sketch in sketches.items()}
+    assert len(set(keys.values())) == groups * blocks < len(keys)
+    assert keys["model.layers.0.mlp.gate_proj"] == keys["model.layers.0.mlp.up_proj"] != keys["model.layers.0.mlp.down_proj"]
+    assert keys["model.layers.0.mlp.gate_proj"] != keys["model.layers.1.mlp.gate_proj"]
+    if not checkpointing:
+        projections = {tensor.data_ptr() for tensor in kept if tensor.shape == (18, 16) and tensor.dtype == torch.float32}
+        assert len(projections) == 2 * groups * blocks
+    one = logra.attach(build(), 16, seed=3, share_inputs=True, modules=["model.layers.1.mlp.up_proj"])
+    assert one["model.layers.1.mlp.up_proj"].key == keys["model.layers.1.mlp.up_proj"]         # whatever else is sketched
+    assert copy.deepcopy(model) is not None
+
+
+def test_a_shared_projection_is_not_taken_for_another_input():
+    block = nn.ModuleDict({"gate_proj": nn.Linear(40, 24), "up_proj": nn.Linear(40, 32)})
+    sketches = logra.attach(block, 8, modules=list(block), share_inputs=True)
+    x = torch.randn(5, 40)
+    for change in (lambda: None, lambda: x.mul_(2), lambda: setattr(sketches, "update", 2)):
+        sketches.zero()
+        block["gate_proj"](x).sum().backward()
+        change()
+        y = block["up_proj"](x)
+        y.sum().backward()
+        expected = torch.ones(32, 5).double() @ x.double() @ sketches["up_proj"].A_rk(dtype=torch.float64).T
+        assert relative([sketches["up_proj"].S_dr], [expected]) < 1e-6
+
+
+def test_an_update_with_shared_projections_reaches_a_receiver_to_the_bit():
+    twin = models.qwen2()
+    receiver = logra.sync.Receiver(twin, dtype=torch.float32)
+    sketches = logra.attach(models.qwen2(), 16, share_inputs=True)
+    optimizer = logra.RowAdam(sketches, relative_step=1e-2)
+    for update in range(2):
+        models.loss(sketches.model, models.ids(1, 9, seed=update)).backward()
+        receiver.apply(optimizer.step().to_bytes())
+        optimizer.zero_grad()
+    assert all(torch.equal(twin.get_submodule(name).weight, sketch.weight) for name, sketch in sketches.items())
+
+
+@pytest.mark.parametrize("what", ["backward", "probe"])
+def test_one_layers_projection_is_held_at_a_time(what, monkeypatch):
+    model = models.qwen2()
+    sketches = logra.attach(model, 16)
+    ids, entries, alive, most = models.ids(2, 9), logra.projection.entries, [], []
+
+    def counted(*arguments, **keywords):
+        made = entries(*arguments, **keywords)
+        alive.append(weakref.ref(made.untyped_storage()))
+        most.append(sum(reference() is not None for reference in alive))
+        return made
+
+    models.loss(model, ids).backward()
+    monkeypatch.setattr(logra.projection, "entries", counted)
+    if what == "backward":
+        models.loss(model, ids).backward()
+    else:
+        proposal = logra.RowAdam(sketches, relative_step=1e-3).propose()
+        logra.predicted_kl(model, proposal, logra.Contexts(ids, torch.ones_like(ids), ids >= 0))
+    assert len(most) >= len(sketches) and max(most) == 1
+
+
+def test_narrow_tensors_are_widened_a_band_at_a_time(monkeypatch):
+    S = []
+    for band in (1 << 22, 200):
+        monkeypatch.setattr(logra.linear, "_BAND", band)
+        layer, x = Layer(48, 80, True), torch.randn(11, 80, generator=torch.Generator().manual_seed(0)).bfloat16()
+        sketch = logra.attach(layer.bfloat16(), 8, modules=["proj"])["proj"]
+        y = layer.proj(x)
+        with NewStorages([sketch.S_dr, layer.proj.weight, x, y]) as storages:
+            y.square().sum().backward()
+        S.append(sketch.S_dr)
+    assert relative(S[:1], S[1:]) < 1e-6
+    assert max(tensor.untyped_storage().nbytes() for tensor in storages.made if tensor.dtype == torch.float32) <= 4 * 200

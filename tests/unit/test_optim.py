@@ -246,3 +246,66 @@ def test_weights_that_are_not_float32_are_refused():
     layer = nn.Sequential(nn.Linear(64, 64)).bfloat16()
     with pytest.raises(TypeError, match="0 .torch.bfloat16. for one: a step would be lost in rounding"):
         logra.SketchSGD(logra.attach(layer, 8, modules=["0"]), lr=0.1)
+
+
+def test_a_step_holds_the_sketches_and_the_message_and_little_more():
+    from logra.rl.footprint import Meter
+
+    layers = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(24)])
+    sketches = fill(logra.attach(layers, 64, modules=[str(i) for i in range(24)]), 0)
+    optimizer = logra.RowAdam(sketches, relative_step=1e-3)
+    optimizer.step(), sketches.base
+    fill(sketches, 1)
+    meter, layer = Meter(), 4 * 256 * 64
+    meter.label([*layers.parameters(), *(sketch.S_dr for sketch in sketches.values()), *(x["v_d"] for x in optimizer.state.values())], "weights")
+    before = meter.total
+    with meter.measuring():
+        proposal = optimizer.propose()
+    meter.at_peak()
+    assert len(proposal) == 24 and meter.peak - before < 10 * layer
+    meter.restart()
+    with meter.measuring():
+        update = optimizer.step(0.5)                        # int8: a quarter of S; a band of the dense update is 256 × 256
+    meter.at_peak()
+    assert update.bits == 8 and meter.peak - before < 24 * layer / 4 + 20 * layer
+
+
+def test_a_proposal_of_sketches_that_have_changed_is_refused():
+    sketches = fill(attach(), 0)
+    optimizer = logra.RowAdam(sketches, relative_step=1e-3)
+    proposal, name = optimizer.propose(), list(sketches)[0]
+    kept = proposal[name].clone()
+    update = optimizer.step()
+    assert torch.equal(proposal[name], kept) and update.number == proposal.number            # S is still there
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="has changed since this proposal was made"):
+        proposal[name]
+
+
+@pytest.mark.parametrize("change", [None, "sketch", "weight", "schedule", "state"])
+def test_the_step_takes_the_probes_proposal_unless_something_changed(change):
+    sketches, others = fill(attach(), 0), fill(attach(), 0)
+    optimizer, other = (logra.RowAdam(s, relative_step=1e-3) for s in (sketches, others))
+    optimizer.step(), other.step()
+    for o in (optimizer, other):
+        fill(o.sketches, 1)
+    optimizer.propose()
+    for o in (optimizer, other):
+        if change == "sketch":
+            fill(o.sketches, 2)
+        elif change == "weight":
+            with torch.no_grad():
+                list(o.sketches.values())[0].weight.mul_(2)
+        elif change == "schedule":
+            o.param_groups[0]["lr"] = 0.5
+        elif change == "state":
+            state = saved(o)
+            for row in state["state"].values():
+                row["v_d"] *= 2
+            o.load_state_dict(state)
+    made = []
+    scales = optimizer._scales
+    optimizer._scales = lambda: made.append(1) or scales()
+    optimizer.step(), other.step()
+    assert all(torch.equal(sketches[name].weight, others[name].weight) for name in sketches)
+    assert len(made) == (change is not None)

@@ -1,0 +1,52 @@
+"""Row shards: each rank keeps some rows of every sketch, and a sketch is reduced to them as backward makes it.
+
+    sketches = logra.attach(model, rank=256)
+    sketches.shards = logra.shards.RowShards(group)         # before the first backward; every rank runs the same micro-batches' backwards
+
+A rank's rows of a matrix are those of `torch.chunk`, as FSDP shards parameters: ⌈d/n⌉ a rank, the last ranks fewer or none. Each layer's
+backward sends its d·r numbers once a micro-batch, and no rank ever holds more of S than its rows and one layer's sum.
+"""
+
+import torch
+import torch.distributed as dist
+
+
+class RowShards:
+    """The rows that this rank of a process group keeps. group: None for the default one."""
+
+    def __init__(self, group=None):
+        self.group, self.number, self.ranks = group, dist.get_rank(group), dist.get_world_size(group)
+
+    def __deepcopy__(self, memo):
+        return self                                         # a process group is not copied with a model
+
+    def rows(self, d: int) -> slice:
+        """This rank's rows of a matrix with d."""
+        size = -(-d // self.ranks)
+        return slice(min(self.number * size, d), min((self.number + 1) * size, d))
+
+    def reduce(self, of_rank_dr: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks of each one's [d, r]: this rank's rows of it."""
+        d, rows = len(of_rank_dr), self.rows(len(of_rank_dr))
+        size = -(-d // self.ranks)
+        if d < size * self.ranks:
+            of_rank_dr = torch.cat([of_rank_dr, of_rank_dr.new_zeros(size * self.ranks - d, *of_rank_dr.shape[1:])])
+        out = of_rank_dr.new_empty(size, *of_rank_dr.shape[1:])
+        dist.reduce_scatter_single(out, of_rank_dr, group=self.group)
+        return out[:rows.stop - rows.start]
+
+    def gather(self, rows_dr: torch.Tensor, d: int) -> torch.Tensor:
+        """The whole [d, r] from every rank's rows."""
+        size = -(-d // self.ranks)
+        padded = torch.cat([rows_dr, rows_dr.new_zeros(size - len(rows_dr), *rows_dr.shape[1:])])
+        out = padded.new_empty(size * self.ranks, *padded.shape[1:])
+        dist.all_gather_single(out, padded, group=self.group)
+        return out[:d]
+
+    def total(self, values: list[float]) -> list[float]:
+        """Each number's sum over the ranks, in float64."""
+        sums = torch.tensor(values, dtype=torch.float64)
+        if dist.get_backend(self.group) == "nccl":
+            sums = sums.cuda()
+        dist.all_reduce(sums, group=self.group)
+        return sums.tolist()
