@@ -303,9 +303,9 @@ def halving() -> float:
 def probe_agrees() -> float:
     """q by finite differences (3.3) over q by forward-mode AD (Eq. 6), for a proposal of the first budget's size."""
     model, optimizer, contexts = _language_model()
-    proposal = optimizer.propose()
-    scale = math.sqrt(text("budget_start") / logra.predicted_kl(model, proposal, contexts))
-    small = type(proposal)(proposal, proposal.eta * scale, proposal.number)
+    scale = math.sqrt(text("budget_start") / logra.predicted_kl(model, optimizer.propose(), contexts))
+    optimizer.param_groups[0]["lr"] *= scale
+    small = optimizer.propose()
     return logra.predicted_kl(model, small, contexts, "finite_difference") / logra.predicted_kl(model, small, contexts)
 
 

@@ -8,7 +8,8 @@ import jinja2
 
 from logra.paper import claims, provenance
 
-_PICTURES, _DATA = (".png",), {".csv": "data", ".svg": "SVG", ".pdf": "PDF", ".html": "table", ".tex": "LaTeX"}
+_ORDER = ("fig", "table", "ext", "derivation")               # the paper's own first
+_DATA = {".csv": "data", ".svg": "SVG", ".pdf": "PDF", ".html": "table", ".tex": "LaTeX"}
 
 
 def render(figures: Path, profile: str) -> str:
@@ -23,18 +24,21 @@ def render(figures: Path, profile: str) -> str:
     environment += [(name, ", ".join(sorted({entry["versions"][name] for entry in entries}))) for name in provenance.versions()]
     template = jinja2.Environment(autoescape=True, trim_blocks=True).from_string(Path(__file__).with_name("page.html.j2").read_text())
     return template.render(
-        command="./reproduce.sh" + ("" if profile == "laptop" else f" --profile {profile}"), cards=[_card(name, entry, profile) for name, entry in sorted(manifest.items())],
+        command="./reproduce.sh" + ("" if profile == "laptop" else f" --profile {profile}"), cards=[_card(name, entry, profile) for name, entry in sorted(manifest.items(), key=_place)],
         claims=rows, counts=Counter(row["verdict"] for row in rows).most_common(), groups=[(kind, [row for row in rows if row["kind"] == kind]) for kind in kinds],
         environment=environment,
     )  # fmt: skip
 
 
+def _place(item: tuple[str, dict]) -> tuple[int, str]:
+    return next((place for place, prefix in enumerate(_ORDER) if item[0].startswith(prefix)), len(_ORDER)), item[0]
+
+
 def _card(name: str, entry: dict, profile: str) -> dict:
     files = {Path(label).suffix: (Path(label).name, digest) for label, digest in entry["outputs"].items()}
     stem = Path(entry["notebook"]).name
-    picture = next((files[suffix] for suffix in _PICTURES if suffix in files), None)
+    picture, table = (files[suffix][0] if suffix in files else None for suffix in (".png", ".html"))
     links = [("notebook", f"notebooks/{stem}.html")] + [(label, files[suffix][0]) for suffix, label in _DATA.items() if suffix in files]
-    shown = picture or next(iter(files.values()))
     option = "" if profile == "laptop" else f" --profile {profile}"
-    return {"name": name, "kind": entry["class"], "picture": picture and picture[0], "links": links, "seconds": f"{entry['seconds']:.0f}", "hash": shown[1][:12],
+    return {"name": name, "kind": entry["class"], "picture": picture, "table": table, "links": links, "seconds": f"{entry['seconds']:.0f}", "hash": files[".csv"][1][:12],
             "command": f"./reproduce.sh{option} --only {stem}"}

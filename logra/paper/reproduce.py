@@ -196,11 +196,12 @@ def code_sha256() -> str:
 
 def _html(executed: Path) -> str:
     import nbformat
-    from nbconvert import HTMLExporter                       # half a second to import: not for a run where all is cached
+
+    from logra.paper import reading                          # half a second to import: not for a run where all is cached
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")                      # about missing alternative texts; nothing that a reader can act on
-        return HTMLExporter().from_notebook_node(nbformat.read(executed, as_version=4))[0]
+        return reading.html(nbformat.read(executed, as_version=4))
 
 
 def _move_in(moves: dict[Path, Path]) -> None:
