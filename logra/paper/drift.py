@@ -178,9 +178,9 @@ def record(folder: Path = RECORDED, updates: int = 1000) -> bool:
 
 
 def recorded(folder: Path = RECORDED) -> pd.DataFrame:
-    """The record's rows, in GRID's order. Raises FileNotFoundError where one is missing."""
-    rows = [json.loads((folder / f"{projection}-{width}bit-r{rank}.json").read_text()) for projection, width, rank in GRID]
-    return pd.DataFrame(rows)
+    """The record's rows that are there, in GRID's order."""
+    files = [folder / f"{projection}-{width}bit-r{rank}.json" for projection, width, rank in GRID]
+    return pd.DataFrame([json.loads(file.read_text()) for file in files if file.exists()])
 
 
 def main() -> int:
