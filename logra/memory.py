@@ -1,75 +1,236 @@
-"""Where the bytes of a training call go on each GPU: simulated without one, and measured.
+"""Where the bytes of a training call go on each GPU: simulated, without a GPU and without memory for it, or measured.
 
-    python -m logra.memory Qwen2.5-Math-7B --method logra --rank 256 --gpus 4
+    python -m logra.memory Qwen2.5-Math-7B --method logra --rank 256 --gpus 4 --card 80
+
+    ledger = simulate(configuration("Qwen2.5-Math-7B"), Setting(method="logra", rank=256, gpus=4))
+    ledger.at_peak("train")          # {category: bytes} of the backward; "probe" and "update" are the other phases
+
+Both run the same code: the library's forward and backward of one micro-batch that is not the update's first, the KL probe, the update.
+A simulation runs it on fake tensors (shapes, types and lifetimes are real, numbers are not made) as rank 0 of a process group whose
+other ranks do not exist. Counted are tensors. Not modelled: CUDA streams, which may hold a layer or two of gather buffers longer,
+workspaces inside operators, fragmentation, the CUDA context, and the batch itself.
 """
 
+import argparse
+import copy
 import gc
 import json
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
+from torch.profiler import ProfilerActivity, profile
 
-from logra.memory_step import Setting, Step
+from logra.memory_step import PAPER, PHASES, Setting, Step
 from logra.memory_tracker import Category, Tracker
 
-CONFIGURATIONS = Path(__file__).with_name("model_configs")
+__all__ = ["GIB", "PAPER", "Category", "Ledger", "Setting", "configuration", "measure", "shipped", "simulate"]
+
 GIB = 2 ** 30
+_FOLDER = Path(__file__).with_name("model_configs")
 
 
-def configuration(name: str):
+def shipped() -> list[str]:
+    """Names of the models whose configurations are in the package."""
+    return sorted(file.stem for file in _FOLDER.glob("*.json"))
+
+
+def configuration(name: str | Path):
     """A Hugging Face text configuration: of a shipped model by its name, or of a folder or file. Raises FileNotFoundError for another."""
     import transformers
 
-    shipped = {file.stem: file for file in sorted(CONFIGURATIONS.glob("*.json"))}
-    path = shipped.get(name, Path(name).expanduser())
+    path = _FOLDER / f"{name}.json" if name in shipped() else Path(name).expanduser()
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
-        raise FileNotFoundError(f"no model {name!r}: wanted {', '.join(shipped)}, or a folder with a config.json")
-    fields = json.loads(path.read_text())
-    return transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
+        raise FileNotFoundError(f"no model {str(name)!r}: wanted {', '.join(shipped())}, or a folder with a config.json")
+    found = json.loads(path.read_text())
+    return transformers.AutoConfig.for_model(found.pop("model_type"), **found)
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """trace: (phase, bytes of each category) in time's order; phases are train, probe and update."""
+    """Bytes on one GPU. peaks: by category (all of them) at the peak of each phase that there was.
+
+    trace: (phase, bytes of each `Category`) in time's order, one row for each operator that changed them; empty where depth was extrapolated.
+    allocated: of a measured step alone, the most that torch's allocator held, workspaces inside operators included.
+    """
 
     setting: Setting
+    peaks: dict[str, dict[str, int]]
     trace: list[tuple[str, tuple[int, ...]]]
+    allocated: int | None = None
+
+    @classmethod
+    def of(cls, setting: Setting, trace, allocated: int | None = None) -> "Ledger":
+        names = [category.value for category in Category]
+        phases = [phase for phase in PHASES if any(row[0] == phase for row in trace)]
+        return cls(setting, {phase: dict(zip(names, max((sizes for at, sizes in trace if at == phase), key=sum))) for phase in phases}, trace, allocated)
 
     def at_peak(self, *phases: str) -> dict[str, int]:
-        """Bytes by category at the peak of some phases (all by default)."""
-        rows = [row for phase, row in self.trace if not phases or phase in phases]
-        return dict(zip((c.value for c in Category), max(rows, key=sum, default=(0,) * len(Category))))
+        """Bytes by category at the highest peak of some phases, by default of all; zeros where none of them was."""
+        found = [self.peaks[phase] for phase in phases or PHASES if phase in self.peaks]
+        return max(found, key=lambda sizes: sum(sizes.values()), default=dict.fromkeys((category.value for category in Category), 0))
 
     def peak(self, *phases: str) -> int:
         return sum(self.at_peak(*phases).values())
 
+    def summary(self) -> dict:
+        """GiB: `peak_gib`, `step_peak_gib` (backward and update), `probe_peak_gib`, and the categories at each phase's peak."""
+        by_phase = {phase: {name: size / GIB for name, size in sizes.items()} for phase, sizes in self.peaks.items()}
+        return {"setting": asdict(self.setting), "peak_gib": self.peak() / GIB, "step_peak_gib": self.peak("train", "update") / GIB,
+                "probe_peak_gib": self.peak("probe") / GIB, "phases": by_phase}
 
-def simulate(config, setting: Setting) -> Ledger:
-    """The ledger of a step on one of `setting.gpus` ranks, without a GPU and without memory for it."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    import transformers
+def simulate(config, setting: Setting, whole: bool = False) -> Ledger:
+    """The ledger of a step on one of `setting.gpus` GPUs. config: a Hugging Face text configuration.
 
-    if dist.is_initialized():
-        raise RuntimeError("a process group exists already: a simulation has one of its own, of ranks that do not exist; run it in another process")
-    with ExitStack() as stack:
-        mesh = None
-        if setting.gpus > 1:
-            dist.init_process_group("fake", rank=0, world_size=setting.gpus, store=FakeStore())
-            stack.callback(dist.destroy_process_group)
-            mesh = init_device_mesh("cpu", (setting.gpus,))
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=setting.attention, dtype=torch.float32)
-        with Tracker(config.vocab_size):
-            step = Step(model, setting, mesh)
+    A decoder's layers are alike, and so are the bytes that each adds to a peak: two shallow models are run, and the line through them
+    read at the true depth. `whole` runs all layers, with the same result and a trace. Raises RuntimeError inside a process group.
+    """
+    period = _period(config)
+    shallow, deeper = _SHALLOW * period, (_SHALLOW + 1) * period
+    if whole or config.num_hidden_layers <= deeper:
+        return Ledger.of(setting, _trace(config, setting))
+    first, second = (Ledger.of(setting, _trace(_shortened(config, layers), setting)).peaks for layers in (shallow, deeper))
+    more = (config.num_hidden_layers - shallow) // period
+    return Ledger(setting, {phase: {name: size + more * (second[phase][name] - size) for name, size in sizes.items()} for phase, sizes in first.items()}, [])
+
+
+_SHALLOW = 3                                                # periods: enough that the first and the last layer, and prefetching, are apart
+
+
+def _trace(config, setting: Setting) -> list:
+    with _ranks_that_do_not_exist(setting.gpus) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
+        with Tracker(config.vocab_size):                    # attaching needs true indices
+            step = Step(_model(config, setting, "cpu"), setting, mesh)
         gc.collect()                                        # whole weights hang in cycles after they were sharded
         with Tracker(config.vocab_size) as tracker:
             step.prepare(tracker)
             step.run()
-    return Ledger(setting, tracker.trace)
+    return tracker.trace
+
+
+def _period(config) -> int:
+    """After how many layers their kinds repeat."""
+    kinds = getattr(config, "layer_types", None) or ["same"] * config.num_hidden_layers
+    for period in range(1, len(kinds) + 1):
+        if len(kinds) % period == 0 and kinds == kinds[:period] * (len(kinds) // period):
+            return period
+
+
+def _shortened(config, layers: int):
+    short = copy.deepcopy(config)
+    if getattr(short, "layer_types", None):
+        short.layer_types = short.layer_types[:layers]
+    short.num_hidden_layers = layers
+    return short
+
+
+def measure(config, setting: Setting, device: str = "cpu") -> Ledger:
+    """The same ledger of a real step with random weights, on a CPU or a CUDA device, followed twice: tensor by tensor, and by the allocator.
+
+    Within a process group the model is sharded over it, and `setting.gpus` has to be its size. Raises ValueError where it is not.
+    """
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if setting.gpus != world:
+        raise ValueError(f"the setting says {setting.gpus} GPUs, but {world} {'process is' if world == 1 else 'processes are'} here")
+    mesh = init_device_mesh(torch.device(device).type, (world,)) if world > 1 else None
+    step = Step(_model(config, setting, device), setting, mesh)
+    gc.collect()
+    with Tracker(config.vocab_size) as tracker:
+        step.prepare(tracker)
+        before = sum(tracker.totals())
+        step.run()
+    trace = list(tracker.trace)
+    if torch.device(device).type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        step.run()
+        return Ledger.of(setting, trace, torch.cuda.max_memory_allocated(device))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        step.run()
+    held = most = before
+    for event in sorted((e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    return Ledger.of(setting, trace, most)
+
+
+def _model(config, setting: Setting, device: str):
+    import transformers
+
+    with torch.device(device):
+        return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=setting.attention, dtype=torch.float32)
+
+
+@contextmanager
+def _ranks_that_do_not_exist(gpus: int) -> Iterator:
+    """A device mesh of `gpus` ranks, of which this process is the first; None for one GPU."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if gpus == 1:
+        yield None
+        return
+    if dist.is_initialized():
+        raise RuntimeError("a process group exists already, and a simulation makes one of its own: run it in another process")
+    dist.init_process_group("fake", rank=0, world_size=gpus, store=FakeStore())
+    try:
+        yield init_device_mesh("cpu", (gpus,))
+    finally:
+        dist.destroy_process_group()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m logra.memory", description=__doc__.splitlines()[0])
+    parser.add_argument("model", help=f"{', '.join(shipped())}, or a folder with a config.json")
+    parser.add_argument("--card", type=float, default=80, help="memory of a GPU in GB, 10⁹ bytes (default: %(default)s)")
+    parser.add_argument("--paper", action="store_true", help="what the paper's stack is assumed to do, in place of this library's defaults")
+    parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
+    for field in fields(Setting):
+        kind = dict(action=argparse.BooleanOptionalAction) if field.type is bool else dict(type=field.type)
+        parser.add_argument("--" + field.name.replace("_", "-"), default=None, help=f"default: {field.default}", **kind)
+    options = parser.parse_args(arguments)
+    given = {field.name: getattr(options, field.name) for field in fields(Setting) if getattr(options, field.name) is not None}
+    try:
+        config = configuration(options.model)
+        setting = replace(PAPER if options.paper else Setting(), **given)
+    except (FileNotFoundError, ValueError) as error:
+        parser.error(str(error))
+    ledger = simulate(config, setting)
+    card = options.card * 1e9
+    if options.json:
+        print(json.dumps({"model": options.model, **ledger.summary(), "card_gib": card / GIB, "fits": ledger.peak() <= card}))
+    else:
+        _print(options.model, ledger, card)
+    return 0
+
+
+def _print(name: str, ledger: Ledger, card: float) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    setting, found, phases = ledger.setting, ledger.peaks, list(ledger.peaks)
+    table = Table(title=f"{name}, {setting.method}, GiB on each of {setting.gpus} GPU{'s' * (setting.gpus > 1)}, simulated", title_justify="left")
+    table.add_column("at the peak of")
+    for phase in phases:
+        table.add_column(phase, justify="right")
+    for category in Category:
+        if any(found[phase][category.value] for phase in phases):
+            table.add_row(category.value, *(f"{found[phase][category.value] / GIB:.3f}" for phase in phases))
+    table.add_section()
+    table.add_row("sum", *(f"{ledger.peak(phase) / GIB:.3f}" for phase in phases), style="bold")
+    console = Console()
+    console.print(table)
+    peak = ledger.peak()
+    where = max(phases, key=ledger.peak)
+    console.print(f"It {'fits' if peak <= card else 'does not fit'} a card of {card / 1e9:g} GB ({card / GIB:.1f} GiB): the peak, {peak / GIB:.2f} GiB, lies in {where}; "
+                  f"{abs(card - peak) / GIB:.2f} GiB are {'left' if peak <= card else 'missing'}. CUDA's context, workspaces and fragmentation are not in it.", highlight=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

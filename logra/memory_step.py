@@ -19,6 +19,8 @@ from logra.update import LowRankUpdate
 
 METHODS = ("dense", "logra", "lora")
 LOSSES = ("chunked", "in_place", "whole")
+_SELECTED_ABOVE = 64                                        # as the trainer's `selected_above`: matrices with min(d, k) above it, whatever the method
+PHASES = ("train", "probe", "update")
 PROBES = ("jvp", "finite_difference", "none")
 
 
@@ -59,6 +61,10 @@ class Setting:
                 raise ValueError(f"{field} is at least 1, but it is {getattr(self, field)}")
 
 
+# What the paper's stack is assumed to do: the one set for all its rows (see notebooks/figures/fig1_memory.ipynb, and what rivals give).
+PAPER = Setting(loss="in_place", keep_projections=True, resident_factor=True, probe_attention="eager")
+
+
 class Step(nn.Module):
     """A model of a Hugging Face class as `setting` trains it, with the optimizer's state and, in them, the gradients of an earlier micro-batch.
 
@@ -69,15 +75,18 @@ class Step(nn.Module):
         super().__init__()
         self.model, self.setting, self.mesh = model, setting, mesh
         self.device = next(model.parameters()).device
-        names = list(linear.attach(model, setting.rank, keep_projections=setting.keep_projections))
-        self.sketches = linear.attached(model)
-        if setting.method != "logra":
-            linear.detach(model)
-            model.requires_grad_(False)
-        if setting.method == "lora":
+        names = list(linear.attach(model, max(_SELECTED_ABOVE, setting.rank - 1)))
+        linear.detach(model)
+        model.requires_grad_(False)
+        if setting.method == "logra":
+            self.sketches = linear.attach(model, setting.rank, modules=names, keep_projections=setting.keep_projections)
+        elif setting.method == "lora":
             import peft
 
-            peft.inject_adapter_in_model(peft.LoraConfig(r=setting.rank, lora_alpha=setting.rank, lora_dropout=0.0, target_modules=names), model)
+            adapters = peft.LoraConfig(r=setting.rank, lora_alpha=setting.rank, lora_dropout=0.0, target_modules=names)
+            # made where they belong: to be moved there, as peft does next, a fake module cannot bear
+            with torch.device(self.device), patch.object(nn.Module, "to", lambda module, *_, **__: module):
+                peft.inject_adapter_in_model(adapters, model)
         elif setting.method == "dense":
             for name in names:
                 model.get_submodule(name).weight.requires_grad_(True)

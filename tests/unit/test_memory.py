@@ -1,0 +1,77 @@
+"""Simulated bytes: those of a real step, of what is known in closed form, and the same whether depth is run or extrapolated."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import Qwen2Config
+
+from logra import memory
+from logra.memory import GIB, Category, Setting, configuration, measure, simulate
+
+
+def small(layers=2, **changes):
+    return Qwen2Config(**(dict(hidden_size=256, intermediate_size=1024, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=4,
+                               vocab_size=4000, max_position_embeddings=1024, tie_word_embeddings=True) | changes))
+
+
+def setting(**changes):
+    return Setting(**(dict(rank=32, gpus=1, context=512, probe_tokens=512) | changes))
+
+
+@pytest.mark.parametrize("changes", [dict(method="logra", probe="finite_difference"), dict(method="logra", probe="finite_difference", checkpointing=False),
+                                     dict(method="dense", loss="whole"), dict(method="dense", loss="in_place", checkpointing=False), dict(method="lora")])
+def test_a_simulated_step_is_what_the_allocator_saw(changes):
+    simulated, measured = (make(small(), setting(**changes)) for make in (simulate, measure))
+    assert simulated.peak() == pytest.approx(measured.allocated, rel=0.03)
+    assert simulated.peaks == measured.peaks                # and to the byte what real tensors take, category by category
+
+
+def test_a_simulated_probe_by_forward_differentiation_is_an_upper_bound():
+    """Under any dispatch mode forward AD's formulas make a temporary more, where else they work in place."""
+    simulated, measured = (make(small(), setting(probe="jvp")) for make in (simulate, measure))
+    assert simulated.peak() == simulated.peak("probe") == measured.peak("probe")
+    assert 1 <= simulated.peak() / measured.allocated < 1.15
+
+
+@pytest.mark.parametrize("changes", [dict(method="logra", probe="jvp", keep_projections=True), dict(method="dense", checkpointing=False)])
+def test_extrapolated_depth_is_the_whole_depth(changes):
+    config, sharded = small(layers=8), setting(gpus=4, **changes)
+    assert simulate(config, sharded).peaks == simulate(config, sharded, whole=True).peaks
+
+
+def test_what_is_sharded_is_sharded_and_what_is_not_is_whole():
+    config = small()
+    matrices = [*[(256, 256)] * 4, (1024, 256), (1024, 256), (256, 1024)]            # d, k of a layer's selected ones
+    entries, rows = 2 * sum(d * k for d, k in matrices), 2 * sum(d for d, _ in matrices)
+    dense, logra = (simulate(config, setting(gpus=4, method=method, keep_projections=True, probe="none")).at_peak("train") for method in ("dense", "logra"))
+    whole = entries + 4000 * 256 + 2 * (2 * 256 + 3 * 256) + 256                      # with embedding, norms and biases
+    for found in (dense, logra):
+        assert 4 * whole / 4 <= found["weights"] < 4 * whole / 4 + 1000               # and the rotary frequencies
+        assert found["gathered"] >= 2 * (4000 * 256 + 256)                            # the embedding, in bfloat16, through all of the step
+    assert dense["optimizer"] == 2 * 4 * entries / 4 and dense["gradients"] == 4 * entries / 4 and dense["sketches"] == dense["projections"] == 0
+    assert logra["sketches"] == 4 * 32 * rows and logra["gradients"] == 0
+    assert logra["projections"] >= 4 * 32 * 2 * (6 * 256 + 1024)
+    assert not dist.is_initialized()
+
+
+def test_the_command_says_whether_it_fits(capsys, tmp_path):
+    small().save_pretrained(tmp_path)
+    common = [str(tmp_path), "--rank", "32", "--context", "128", "--probe", "none"]
+    assert memory.main([*common, "--card", "0.001"]) == 0
+    assert "does not fit" in capsys.readouterr().out
+    assert memory.main([*common, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] and found["peak_gib"] == max(found["step_peak_gib"], found["probe_peak_gib"]) > 0
+    assert sum(found["phases"]["train"].values()) == pytest.approx(found["step_peak_gib"], rel=0.5)
+    with pytest.raises(SystemExit):
+        memory.main(["no-such-model"])
+
+
+@pytest.mark.parametrize("name, parameters", [("SmolLM2-135M", 134_515_008), ("Qwen2.5-Math-1.5B", 1_543_714_304), ("Qwen2.5-Math-7B", 7_615_616_512)])
+def test_shipped_configurations_are_those_models(name, parameters):
+    import transformers
+
+    with torch.device("meta"):
+        assert transformers.AutoModelForCausalLM.from_config(configuration(name)).num_parameters() == parameters
