@@ -27,10 +27,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
-from logra.memory_step import PAPER, PHASES, Setting, Step
+from logra.memory_step import LEAST, PAPER, PHASES, Setting, Step
 from logra.memory_tracker import Category, Tracker
 
-__all__ = ["GIB", "PAPER", "Category", "Ledger", "Setting", "configuration", "measure", "shipped", "simulate"]
+__all__ = ["GIB", "LEAST", "PAPER", "Category", "Ledger", "Setting", "configuration", "measure", "shipped", "simulate"]
 
 GIB = 2 ** 30
 _FOLDER = Path(__file__).with_name("model_configs")
@@ -189,7 +189,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m logra.memory", description=__doc__.splitlines()[0])
     parser.add_argument("model", help=f"{', '.join(shipped())}, or a folder with a config.json")
     parser.add_argument("--card", type=float, default=80, help="memory of a GPU in GB, 10⁹ bytes (default: %(default)s)")
-    parser.add_argument("--paper", action="store_true", help="what the paper's stack is assumed to do, in place of this library's defaults")
+    sets = parser.add_mutually_exclusive_group()
+    sets.add_argument("--paper", action="store_const", dest="base", const=PAPER, help="what the paper's stack is assumed to do, in place of this library's defaults")
+    sets.add_argument("--least", action="store_const", dest="base", const=LEAST, help="with the switches that need the least memory")
     parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
     for field in fields(Setting):
         kind = dict(action=argparse.BooleanOptionalAction) if field.type is bool else dict(type=field.type)
@@ -198,7 +200,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = {field.name: getattr(options, field.name) for field in fields(Setting) if getattr(options, field.name) is not None}
     try:
         config = configuration(options.model)
-        setting = replace(PAPER if options.paper else Setting(), **given)
+        setting = replace(options.base or Setting(), **given)
     except (FileNotFoundError, ValueError) as error:
         parser.error(str(error))
     ledger = simulate(config, setting)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -12,9 +13,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from logra import kl, linear, projection
+from logra import kl, linear, logprobs, projection
+from logra.checkpointing import keep_projections
+from logra.coverage import _decoder_blocks
 from logra.memory_tracker import Category, Tracker
 from logra.optim import RowAdam
+from logra.shards import RowShards
 from logra.update import LowRankUpdate
 
 METHODS = ("dense", "logra", "lora")
@@ -32,9 +36,9 @@ class Setting:
     rank; gpus: over which FSDP2 shards fp32 weights, gathered in bfloat16 (one GPU: plain fp32 weights and autocast).
     context: tokens of a response with its prompt; micro_batch: responses in a forward, on each GPU.
     checkpointing: of every decoder layer. loss: how log-probabilities are made of logits, a layout of memory and nothing else:
-        chunked (`logra.rl.loss`), in_place (whole fp32 logits beside bfloat16 ones, their gradient written over them), whole (log_softmax in fp32).
+        chunked (`logra.logprobs`, as the trainer does), in_place (whole fp32 logits beside bfloat16 ones, their gradient written over them), whole (log_softmax in fp32).
     probe, probe_tokens, probe_responses: the predicted-KL probe's way, and its batch on a GPU. attention, probe_attention: of Hugging Face.
-    keep_projections: A of every matrix stays in memory. resident_factor: a second d × r buffer a matrix stays in memory.
+    trainable: of dense, selected (those matrices) or all weights. keep_projections: A of every matrix stays in memory. resident_factor: a second d × r buffer a matrix stays in memory.
     """
 
     method: str = "logra"
@@ -49,11 +53,15 @@ class Setting:
     probe_responses: int = 1
     attention: str = "sdpa"
     probe_attention: str = "sdpa"
+    trainable: str = "selected"
     keep_projections: bool = False
     resident_factor: bool = False
+    sharded_sketches: bool = False
+    share_inputs: bool = False
+    selective: bool = False
 
     def __post_init__(self):
-        for field, known in (("method", METHODS), ("loss", LOSSES), ("probe", PROBES)):
+        for field, known in (("method", METHODS), ("loss", LOSSES), ("probe", PROBES), ("trainable", ("selected", "all"))):
             if getattr(self, field) not in known:
                 raise ValueError(f"{field} is one of {', '.join(known)}, but it is {getattr(self, field)!r}")
         for field in ("rank", "gpus", "context", "micro_batch", "probe_tokens", "probe_responses"):
@@ -63,6 +71,8 @@ class Setting:
 
 # What the paper's stack is assumed to do: the one set for all its rows (see notebooks/figures/fig1_memory.ipynb, and what rivals give).
 PAPER = Setting(loss="in_place", keep_projections=True, resident_factor=True, probe_attention="eager")
+# The least that this library's switches reach.
+LEAST = Setting(sharded_sketches=True, share_inputs=True)
 
 
 class Step(nn.Module):
@@ -79,7 +89,8 @@ class Step(nn.Module):
         linear.detach(model)
         model.requires_grad_(False)
         if setting.method == "logra":
-            self.sketches = linear.attach(model, setting.rank, modules=names, keep_projections=setting.keep_projections)
+            self.sketches = linear.attach(model, setting.rank, modules=names, keep_projections=setting.keep_projections, share_inputs=setting.share_inputs)
+            self.sketches.shards = RowShards() if setting.sharded_sketches and mesh is not None else None
         elif setting.method == "lora":
             import peft
 
@@ -87,14 +98,17 @@ class Step(nn.Module):
             # made where they belong: to be moved there, as peft does next, a fake module cannot bear
             with torch.device(self.device), patch.object(nn.Module, "to", lambda module, *_, **__: module):
                 peft.inject_adapter_in_model(adapters, model)
-        elif setting.method == "dense":
+        elif setting.trainable == "all":
+            model.requires_grad_(True)
+        else:
             for name in names:
                 model.get_submodule(name).weight.requires_grad_(True)
         if setting.checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            kept = {"context_fn": keep_projections} if setting.selective else {}
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, **kept})
         if mesh is not None:
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-            for block in linear._decoder_blocks(model, model).values():
+            for block in _decoder_blocks(model, model).values():
                 fully_shard(block, mesh=mesh, mp_policy=policy)
             fully_shard(self, mesh=mesh, mp_policy=policy)
 
@@ -110,7 +124,7 @@ class Step(nn.Module):
             self.sketches.base = ""                         # else the first update hashes whole weights
             for sketch in self.sketches.values():
                 tracker.label([sketch.S_dr], Category.SKETCHES)
-            state = {s.weight: {"step": 1, "v_d": torch.zeros(s.d, dtype=torch.float64, device=self.device)} for s in self.sketches.values()}
+            state = {s.weight: {"step": 1, "v_d": torch.zeros(len(s.S_dr), dtype=torch.float64, device=self.device)} for s in self.sketches.values()}
             self.optimizer.state.update(state)
             self.resident = [torch.zeros_like(s.S_dr) for s in self.sketches.values()] if setting.resident_factor else []
             tracker.label([*(x["v_d"] for x in state.values()), *self.resident], Category.OPTIMIZER)
@@ -147,13 +161,12 @@ class Step(nn.Module):
         return torch.autocast(self.device.type, torch.bfloat16) if self.mesh is None else nullcontext()
 
     def _loss(self, ids, mask, generated):
-        from logra.rl.loss import token_logprobs            # the trainer's own: it lies a floor above, and only a step that is run needs it
-
         with self._autocast():
-            if self.setting.loss == "chunked":
-                return -token_logprobs(self.model, ids, mask, generated).sum()
+            head, targets = self.model.get_output_embeddings(), ids[:, 1:][generated[:, 1:]]
             h_nh = self.model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state[:, :-1][generated[:, 1:]]
-            logits, targets = self.model.get_output_embeddings()(h_nh).float(), ids[:, 1:][generated[:, 1:]]
+            if self.setting.loss == "chunked":
+                return -logprobs.token_logprobs(h_nh, head.weight, targets, head.bias).sum()
+            logits = head(h_nh).float()
         if self.setting.loss == "in_place":
             return -_OverwrittenLogprob.apply(logits, targets).sum()
         return -torch.log_softmax(logits, -1).gather(1, targets[:, None]).sum()
@@ -202,6 +215,8 @@ class Step(nn.Module):
             stack.enter_context(patch.object(projection, "entries", named(projection.entries, Category.PROJECTIONS)))
             if self.mesh is not None:
                 stack.enter_context(patch.object(LowRankUpdate, "apply", _apply_to_shards))
+                if dist.get_backend() == "fake":            # its sums cannot be read
+                    stack.enter_context(patch.object(RowShards, "total", lambda _, values: values))
             yield
 
 

@@ -131,6 +131,7 @@ def _run(func, args, kwargs):
     if fake is None:
         return func(*args, **kwargs)
     if func is torch.ops._c10d_functional.wait_tensor.default:
+        func(*args, **kwargs)
         return args[0]                                      # its fake makes a copy, which the real one does not
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
