@@ -21,7 +21,7 @@ import logra
 from logra import sync, wire
 
 DAMAGES = ("flip a byte", "flip bits of the head", "cut", "extend", "exchange two blocks", "replay", "from the future", "other run", "other base",
-           "other model", "old full weights", "resealed bytes", "resealed tensor", "resealed field", "noise")
+           "other embeddings", "other model", "old full weights", "resealed bytes", "resealed tensor", "resealed field", "noise")
 
 
 def small(seed: int, hidden: int = 32) -> Qwen2ForCausalLM:
@@ -54,6 +54,9 @@ class Trial:
         self.dice, self.at = random.Random(seed), at
         self.run, self.other_run = Sender(small(0)), Sender(small(0), run="another run")
         self.other_base, self.other_model = Sender(small(1)), Sender(small(0, hidden=48))
+        model = small(0)
+        model.model.embed_tokens.weight.data[3, 5] += 0.01  # which no message carries
+        self.other_embeddings = Sender(model)
 
     def receiver(self) -> sync.Receiver:
         receiver = sync.Receiver(copy.deepcopy(self.run.base))
@@ -86,6 +89,8 @@ class Trial:
                 return any_of(self.other_run)
             case "other base":
                 return any_of(self.other_base)
+            case "other embeddings":
+                return any_of(self.other_embeddings)
             case "other model":
                 return any_of(self.other_model)
             case "old full weights":

@@ -12,7 +12,9 @@ full    bfloat16 alone                                   full weights only
 
 A receiver follows a run only if its whole model is the run's base: the selected matrices, which full weights can mend, and all other
 parameters (embeddings, norms, biases, what was not selected), which they cannot: those are compared as bfloat16 before the first
-message is taken, and a model that differs in one is refused for good. Update n + 1 is taken after n alone; a duplicate is acknowledged and ignored; whatever is wrong is refused whole with a SyncError,
+message is taken, and a model that differs in one is refused for good.
+
+Update n + 1 is taken after n alone; a duplicate is acknowledged and ignored; whatever is wrong is refused whole with a SyncError,
 nothing applied, and the trainer sends full weights (`Publisher` does). An exact receiver first computes the new weights' fingerprints
 and writes only if they are the trainer's: what exceeds 64 MiB it computes again for that, and needs no second copy of the weights.
 """
