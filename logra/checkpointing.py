@@ -9,7 +9,6 @@ but for a block's last one, which no backward needs.
 """
 
 import threading
-from contextlib import ExitStack, contextmanager
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -26,13 +25,19 @@ def keep_projections():
     kept = {}
     forward, again = create_selective_checkpoint_contexts(
         lambda context, operator, *args, **kwargs: CheckpointPolicy.MUST_SAVE if operator in _ATTENTION else CheckpointPolicy.PREFER_RECOMPUTE)
-    return _within(forward, "writing", lambda: kept), _within(again, "reading", lambda: {source: iter(made) for source, made in kept.items()})
+    return _Within(forward, "writing", lambda: kept), _Within(again, "reading", lambda: {source: iter(made) for source, made in kept.items()})
 
 
-@contextmanager
-def _within(selective, field, value):
-    with ExitStack() as stack:
-        stack.enter_context(selective)
-        setattr(held, field, value())
-        stack.callback(setattr, held, field, None)
-        yield
+class _Within:
+    """One of torch's two contexts, and the projections beside it."""
+
+    def __init__(self, selective, field, value):
+        self.selective, self.field, self.value = selective, field, value
+
+    def __enter__(self):
+        self.selective.__enter__()
+        setattr(held, self.field, self.value())
+
+    def __exit__(self, *exception):
+        setattr(held, self.field, None)
+        return self.selective.__exit__(*exception)

@@ -101,8 +101,13 @@ def _logit_differences(model, contexts, factors, step, micro_batch):
         with _evaluating(model):
             plus, logits, _ = _hidden(model, part, factors, step)
             minus, _, _ = _hidden(model, part, factors, -step)
-        ends = ((logits(plus[i:i + _CHUNK]), logits(minus[i:i + _CHUNK])) for i in range(0, len(plus), _CHUNK))
-        yield from (((up + down) / 2, (up - down) / (2 * step)) for up, down in ends)
+        yield from (_mean_and_rate(logits(plus[i:i + _CHUNK]), logits(minus[i:i + _CHUNK]), step) for i in range(0, len(plus), _CHUNK))
+
+
+def _mean_and_rate(up, down, step):
+    """((up + down) / 2, (up − down) / 2·step), the latter in place of up."""
+    mean = (up + down).div_(2)
+    return mean, up.sub_(down).div_(2 * step)
 
 
 def _mean_variance(pairs, contexts, temperature) -> float:
@@ -112,8 +117,9 @@ def _mean_variance(pairs, contexts, temperature) -> float:
         for z_nv, rate_nv in pairs:
             p_nv = torch.softmax(z_nv if temperature == 1 else z_nv / temperature, -1)
             del z_nv
-            rate_nv = rate_nv - (p_nv * rate_nv).sum(-1, keepdim=True)
+            rate_nv.sub_((p_nv * rate_nv).sum(-1, keepdim=True))
             total += float(rate_nv.square_().mul_(p_nv).sum(-1).double().sum())
+            del rate_nv, p_nv
     return total / (2 * int(contexts.predictions.sum()) * temperature ** 2)
 
 

@@ -192,8 +192,8 @@ class SketchedLinear(nn.Linear):
         if sketch.delta is not None:
             a, factors = sketch.delta
             F_dr, key = factors[sketch.name]
-            y, P_tr = F.linear(x, self.weight, self.bias), sketch.source.project(x, key)
-            return y + (a * F.linear(P_tr, F_dr.to(P_tr.dtype))).to(y.dtype)
+            y, P_tr = F.linear(x, self.weight, self.bias), sketch.source.project(x.reshape(-1, x.shape[-1]), key)
+            return y + (a * F.linear(P_tr, F_dr.to(P_tr.dtype))).view(y.shape).to(y.dtype)
         if torch.is_grad_enabled():
             device = x.device.type
             dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype

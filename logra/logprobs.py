@@ -43,11 +43,11 @@ def wide(z: torch.Tensor) -> torch.Tensor:
 
 
 class _HeadLogprobs(torch.autograd.Function):
-    """Keeps h and the weight; in place of logits, [n] numbers."""
+    """Keeps h and the weight; in place of logits, [n] numbers, but for one chunk."""
 
     @staticmethod
     def forward(ctx, h, weight, bias, targets, temperature, entropy):
-        ctx.temperature, ctx.entropy = temperature, entropy
+        ctx.temperature, ctx.entropy, ctx.only = temperature, entropy, None
         ctx.compute = torch.get_autocast_dtype(h.device.type) if torch.is_autocast_enabled(h.device.type) else h.dtype
         ctx.save_for_backward(h, weight, bias, targets)
         ctx.save_for_forward(h, weight, bias, targets)
@@ -56,6 +56,9 @@ class _HeadLogprobs(torch.autograd.Function):
             parts.append(logp.gather(1, target[:, None])[:, 0])
             if entropy:
                 entropies.append(_entropy(logp)[0])
+            elif len(targets) == len(target) and any(ctx.needs_input_grad):
+                ctx.only = logp                             # one chunk in all: at backward's start it would be made again anyway
+            del logp                                        # before the next chunk's is there
         out = torch.promote_types(ctx.compute, torch.float32)
         empty = h.new_empty(0, dtype=out)
         return torch.cat([empty, *parts]), torch.cat([empty, *entropies])
@@ -83,6 +86,7 @@ class _HeadLogprobs(torch.autograd.Function):
                 dW += dz.T @ h[rows].to(ctx.compute)
             if db is not None:
                 db += dz.sum(0)
+            del dz
         return dh, dW, db, None, None, None
 
     @staticmethod
@@ -103,21 +107,29 @@ class _HeadLogprobs(torch.autograd.Function):
             if ctx.entropy:
                 H_n, p_nv = _entropy(logp)
                 entropy_rates.append(-(p_nv * (logp + H_n[:, None]) * z_dot).sum(-1))
+            del logp, z_dot, p_nv
         empty = h.new_empty(0, dtype=torch.promote_types(ctx.compute, torch.float32))
         return torch.cat([empty, *rates]), torch.cat([empty, *entropy_rates])
 
 
 def _chunks(ctx, h, weight, bias, targets):
     """(which rows, their log-softmax [c, v], their targets), a chunk at a time."""
+    if ctx.only is not None:
+        yield slice(None), ctx.only, targets
+        return
     W, b = weight.to(ctx.compute), None if bias is None else bias.to(ctx.compute)       # once, not at each chunk as autocast would
     size = chunk_tokens(len(weight))
     for start in range(0, len(h), size):
         rows = slice(start, start + size)
-        z = wide(F.linear(h[rows].to(ctx.compute), W, b))
-        if ctx.temperature != 1:
-            z /= ctx.temperature
-        yield rows, torch.ops.aten._log_softmax.out(z, -1, False, out=z), targets[rows]
-        del z
+        yield rows, _log_softmax(F.linear(h[rows].to(ctx.compute), W, b), ctx.temperature), targets[rows]
+
+
+def _log_softmax(z: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Of z / T, in the memory of z where it is wide enough."""
+    z = wide(z)
+    if temperature != 1:
+        z /= temperature
+    return torch.ops.aten._log_softmax.out(z, -1, False, out=z)
 
 
 def _entropy(logp: torch.Tensor):

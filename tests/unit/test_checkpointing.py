@@ -46,13 +46,13 @@ def test_sketches_are_those_without_checkpointing(build, share_inputs, autocast)
 
 
 def test_kept_projections_are_made_once_and_cost_what_they_hold():
-    whole, plain, kept = (trained(models.qwen2, way, batches=1, t=120) for way in (None, PLAIN, KEPT))
+    whole, plain, kept = (trained(lambda: models.qwen2(num_hidden_layers=10), way, batches=1, t=120) for way in (None, PLAIN, KEPT))
     matrices = len(whole[0])
     assert [made[2] for made in (whole, plain, kept)] == [matrices, 2 * matrices, matrices]
     assert whole[1] < kept[1] < plain[1]                    # FLOPs
     assert plain[3] < kept[3] < whole[3]                    # bytes
-    # 7 projections of 16 and attention's output of 64 with its log-sum-exp, of 240 tokens in 3 blocks
-    assert kept[3] - plain[3] < 1.2 * 4 * 240 * (7 * 16 + 64 + 4) * 3
+    # 7 projections of 16 and attention's output of 64 with its log-sum-exp, of 240 tokens in 10 blocks
+    assert kept[3] - plain[3] < 1.2 * 4 * 240 * (7 * 16 + 64 + 4) * 10
 
 
 def test_a_blocks_last_product_is_not_made_again(monkeypatch):
@@ -68,12 +68,13 @@ def test_a_blocks_last_product_is_not_made_again(monkeypatch):
     assert made == {"gate_proj.weight", "up_proj.weight"} and len(again) == 6 * 2
 
 
-def test_a_second_backward_through_kept_projections_adds_the_same_again():
+def test_a_second_backward_through_kept_projections_is_refused_and_does_not_add_something_else():
     model = models.qwen2().train()
     sketches = logra.attach(model, 16)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=KEPT)
     loss = models.loss(model, models.ids(1, 9))
     loss.backward(retain_graph=True)
     once = [sketch.S_dr.clone() for sketch in sketches.values()]
-    loss.backward()
-    assert all(torch.equal(sketch.S_dr, 2 * S) for sketch, S in zip(sketches.values(), once))
+    with pytest.raises(RuntimeError, match="backward"):
+        loss.backward()
+    assert all(torch.equal(sketch.S_dr, S) for sketch, S in zip(sketches.values(), once))
