@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from logra import bits
 from logra import projection as projections
 from logra.checkpointing import held
-from logra.coverage import Coverage, _decoder_blocks, choose  # noqa: F401 (the blocks: for `logra.memory_step`)
+from logra.coverage import Coverage, choose
 from logra.shards import RowShards
 
 _SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"))
