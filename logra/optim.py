@@ -140,10 +140,10 @@ class _SketchOptimizer(torch.optim.Optimizer):
 class SketchSGD(_SketchOptimizer):
     """U = S, the basic variant of Section 2.1: no state.
 
-    relative_step: ‖ΔW‖/‖W‖ of a nominal step over all selected matrices; or lr: η of Eq. 3. bits: 8 or 16 of the sent factor.
+    relative_step: ‖ΔW‖/‖W‖ of a nominal step over all selected matrices; or lr: η of Eq. 3. bits: 8 or 16 of the sent factor; None rounds nothing and sends nothing.
     """
 
-    def __init__(self, sketches: Sketches, relative_step: float | None = None, lr: float | None = None, bits: int = 8):
+    def __init__(self, sketches: Sketches, relative_step: float | None = None, lr: float | None = None, bits: int | None = 8):
         super().__init__(sketches, relative_step, lr, bits)
 
     def _scales(self):
@@ -157,7 +157,7 @@ class RowAdam(_SketchOptimizer):
     """
 
     def __init__(self, sketches: Sketches, beta2: float = 0.95, eps: float = 1e-8,
-                 relative_step: float | None = None, lr: float | None = None, bits: int = 8):
+                 relative_step: float | None = None, lr: float | None = None, bits: int | None = 8):
         if not 0 <= beta2 < 1:
             raise ValueError(f"beta2 lies in [0, 1), but it is {beta2}")
         super().__init__(sketches, relative_step, lr, bits, beta2=beta2, eps=eps)
