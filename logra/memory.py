@@ -94,7 +94,8 @@ def simulate(config, setting: Setting, whole: bool = False) -> Ledger:
     read at the true depth. `whole` runs all layers, with the same result and a trace. Raises RuntimeError inside a process group.
     """
     period = _period(config)
-    shallow, deeper = _SHALLOW * period, (_SHALLOW + 1) * period
+    shallow = -(-_SHALLOW // period) * period
+    deeper = shallow + period
     if whole or config.num_hidden_layers <= deeper:
         return Ledger.of(setting, _trace(config, setting))
     first, second = (Ledger.of(setting, _trace(_shortened(config, layers), setting)).peaks for layers in (shallow, deeper))
@@ -102,7 +103,7 @@ def simulate(config, setting: Setting, whole: bool = False) -> Ledger:
     return Ledger(setting, {phase: {name: size + more * (second[phase][name] - size) for name, size in sizes.items()} for phase, sizes in first.items()}, [])
 
 
-_SHALLOW = 3                                                # periods: enough that the first and the last layer, and prefetching, are apart
+_SHALLOW = 3                                                # layers: enough that the first and the last, and prefetching, are apart
 
 
 def _trace(config, setting: Setting) -> list:

@@ -88,3 +88,70 @@ def rivals(models: list[str], names: list[str]) -> pd.DataFrame:
                 gib = ledger(MODELS[model], replace(PAPER, method=method, probe="none", **RIVALS[name]))["peak_gib"]
                 found.append({"rival": name, "model": model, "method": method, "gib": gib, "printed_gib": value})
     return pd.DataFrame(found)
+
+
+# Below the paper: this library's switches, one after another, each on top of those before.
+SWITCHES = {
+    "the paper's stack, as assumed": {},
+    "no second d×r buffer": dict(resident_factor=False),
+    "A hashed a layer at a time": dict(keep_projections=False),
+    "logits in chunks": dict(loss="chunked"),
+    "the probe's attention in blocks": dict(probe_attention="sdpa"),
+    "S reduced to shards as it is made": dict(sharded_sketches=True),
+    "one A for those that read the same": dict(share_inputs=True),
+}
+TARGETS = {"1.5B": 4.0, "7B": 12.5, "27B": 36.0}            # GiB a GPU that the switches are to reach: ours, not the paper's
+
+
+def _flat(model: str, setting: Setting, **columns) -> list[dict]:
+    """A row for each phase: its categories, and their sum `gib`."""
+    return [{"model": model, **columns, "phase": phase, **sizes, "gib": sum(sizes.values())} for phase, sizes in ledger(MODELS.get(model, model), setting)["phases"].items()]
+
+
+def staircase(models: list[str], switches: list[str], **changes) -> pd.DataFrame:
+    """Bytes by category at each phase's peak, switch by switch. changes: of the setting, such as rank and context."""
+    found, setting = [], replace(PAPER, **changes)
+    for switch in switches:
+        setting = replace(setting, **SWITCHES[switch])
+        for model in models:
+            found += _flat(model, setting, switch=switch)
+    return pd.DataFrame(found)
+
+
+def grid(model: str, ranks: list[int], contexts: list[int], **changes) -> pd.DataFrame:
+    """The least setting over ranks and contexts, the probe as long as the context."""
+    return pd.DataFrame([row for rank in ranks for context in contexts
+                         for row in _flat(model, replace(memory.LEAST, rank=rank, context=context, probe_tokens=context, **changes), rank=rank, context=context)])
+
+
+def between(grid: pd.DataFrame, rank: float, context: float) -> pd.DataFrame:
+    """A grid's categories by phase at a rank and context between its own: linear in either, as nearly all of them are."""
+    categories = [category.value for category in Category]
+    found = {}
+    for phase, frame in grid.groupby("phase", sort=False):
+        values = frame.set_index(["rank", "context"])[categories]
+        ranks, contexts = (sorted(values.index.unique(level)) for level in ("rank", "context"))
+        (r0, r1, u), (c0, c1, v) = _bracket(ranks, rank), _bracket(contexts, context)
+        low, high = (values.loc[(r, c0)] * (1 - v) + values.loc[(r, c1)] * v for r in (r0, r1))
+        found[phase] = low * (1 - u) + high * u
+    return pd.DataFrame(found)
+
+
+def _bracket(points: list, x: float) -> tuple:
+    low = max([p for p in points[:-1] if p <= x], default=points[0])
+    high = points[min(points.index(low) + 1, len(points) - 1)]
+    return low, high, (x - low) / (high - low) if high > low else 0.0
+
+
+def fits(models: list[str], cards: list[str], contexts: list[int], rank: int) -> pd.DataFrame:
+    """For cards such as "4 x 80" (GB): GiB needed at two contexts, and the longest context that fits on the line through them (0: not even an empty one)."""
+    found = []
+    for card in cards:
+        number, size = card.split(" x ")
+        room = float(size) * 1e9 / GIB
+        for model in models:
+            needs = [max(row["gib"] for row in _flat(model, replace(memory.LEAST, rank=rank, gpus=int(number), context=context, probe_tokens=context))) for context in contexts]
+            slope = (needs[1] - needs[0]) / (contexts[1] - contexts[0])
+            longest = contexts[0] + (room - needs[0]) / slope
+            found.append({"model": model, "cards": card, "room_gib": room, **{f"gib_at_{context}": need for context, need in zip(contexts, needs)}, "longest_context": max(0, int(longest) // 256 * 256)})
+    return pd.DataFrame(found)

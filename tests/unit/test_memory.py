@@ -1,14 +1,17 @@
 """Simulated bytes: those of a real step, of what is known in closed form, and the same whether depth is run or extrapolated."""
 
 import json
+from dataclasses import replace
 
+import pandas as pd
 import pytest
 import torch
 import torch.distributed as dist
 from transformers import Qwen2Config
 
 from logra import memory
-from logra.memory import GIB, Category, Setting, configuration, measure, simulate
+from logra.memory import Category, Setting, configuration, measure, simulate
+from logra.paper import simulated
 
 
 def small(layers=2, **changes):
@@ -23,16 +26,16 @@ def setting(**changes):
 @pytest.mark.parametrize("changes", [dict(method="logra", probe="finite_difference"), dict(method="logra", probe="finite_difference", checkpointing=False),
                                      dict(method="dense", loss="whole"), dict(method="dense", loss="in_place", checkpointing=False), dict(method="lora")])
 def test_a_simulated_step_is_what_the_allocator_saw(changes):
-    simulated, measured = (make(small(), setting(**changes)) for make in (simulate, measure))
-    assert simulated.peak() == pytest.approx(measured.allocated, rel=0.03)
-    assert simulated.peaks == measured.peaks                # and to the byte what real tensors take, category by category
+    predicted, measured = (make(small(), setting(**changes)) for make in (simulate, measure))
+    assert predicted.peak() == pytest.approx(measured.allocated, rel=0.03)
+    assert predicted.peaks == measured.peaks                # and to the byte what real tensors take, category by category
 
 
 def test_a_simulated_probe_by_forward_differentiation_is_an_upper_bound():
     """Under any dispatch mode forward AD's formulas make a temporary more, where else they work in place."""
-    simulated, measured = (make(small(), setting(probe="jvp")) for make in (simulate, measure))
-    assert simulated.peak() == simulated.peak("probe") == measured.peak("probe")
-    assert 1 <= simulated.peak() / measured.allocated < 1.15
+    predicted, measured = (make(small(), setting(probe="jvp")) for make in (simulate, measure))
+    assert predicted.peak() == predicted.peak("probe") == measured.peak("probe")
+    assert 1 <= predicted.peak() / measured.allocated < 1.15
 
 
 @pytest.mark.parametrize("changes", [dict(method="logra", probe="jvp", keep_projections=True), dict(method="dense", checkpointing=False)])
@@ -75,3 +78,23 @@ def test_shipped_configurations_are_those_models(name, parameters):
 
     with torch.device("meta"):
         assert transformers.AutoModelForCausalLM.from_config(configuration(name)).num_parameters() == parameters
+
+
+def test_each_switch_takes_away_what_it_says():
+    config = small()
+    paper = setting(gpus=4, loss="in_place", keep_projections=True, resident_factor=True, probe="none")
+    found = {name: simulate(config, replace(paper, **change)).at_peak("train") for name, change in
+             {"paper": {}, "no factor": dict(resident_factor=False), "hashed": dict(keep_projections=False), "chunks": dict(loss="chunked"), "shards": dict(sharded_sketches=True)}.items()}
+    rows, columns = 2 * (5 * 256 + 2 * 1024), 2 * (6 * 256 + 1024)
+    assert found["paper"]["optimizer"] - found["no factor"]["optimizer"] == 4 * 32 * rows == found["paper"]["sketches"]
+    assert found["paper"]["projections"] >= 4 * 32 * columns and found["hashed"]["projections"] < 4 * 32 * columns
+    assert found["paper"]["logits"] == 6 * 511 * 4000 and found["chunks"]["logits"] < found["paper"]["logits"]
+    assert found["shards"]["sketches"] == found["paper"]["sketches"] / 4
+
+
+def test_between_the_points_of_a_grid_lies_the_line():
+    categories = [category.value for category in Category]
+    points = pd.DataFrame([{"rank": r, "context": c, "phase": "train", **{name: 3 * r + 2 * c for name in categories}} for r in (8, 16) for c in (100, 200)])
+    assert simulated.between(points, 12, 150)["train"].tolist() == [336] * len(categories)
+    alone = points[(points["rank"] == 16) & (points["context"] == 200)]
+    assert simulated.between(alone, 16, 200)["train"].tolist() == [448] * len(categories)
