@@ -3,6 +3,8 @@
 dense            gradients of the seven projections, set to None before each pass
 dense, added up  the same, added to gradients that are there, as in every micro-batch but an update's first
 logra            sketches of them, as `logra.attach` makes them; A is hashed in each forward
+logra, shared A  with one A and one X Aᵀ for q, k and v, and one for gate and up
+logra, P kept    where the layer is checkpointed: X Aᵀ and attention's output are kept (`logra.checkpointing`)
 lora             adapters on them (peft); their dtype is that of the weights
 flora            dense gradients, compressed a matrix at a time as they are made (flora-opt's FloraAccelerator, accumulating)
 
@@ -16,24 +18,25 @@ import peft
 import torch
 import transformers
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 import logra
+from logra.checkpointing import keep_projections
 from logra.memory import configuration
 from logra.theory import step_flops
 from timing import Case, precision
 
 GROUPS = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}
 NAMES = [f"{group}.{name}" for group, names in GROUPS.items() for name in names]
-CONFIGS = {                                                 # tiny: for the tests, odd enough that no two axes are equal
-    "tiny": lambda: transformers.Qwen2Config(vocab_size=211, hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4,
+CONFIGS = {                                                 # tiny: for the tests
+    "tiny": lambda: transformers.Qwen2Config(vocab_size=211, hidden_size=96, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4,
                                              num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=True),
     "smollm2-135m": lambda: transformers.LlamaConfig(vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
                                                      num_key_value_heads=3, max_position_embeddings=8192, tie_word_embeddings=True, rms_norm_eps=1e-5),
     "1.5b": lambda: configuration("Qwen2.5-Math-1.5B"),
     "7b": lambda: configuration("Qwen2.5-Math-7B"),
 }
-METHODS = ("dense", "dense, added up", "logra", "lora", "flora")
+METHODS = ("dense", "dense, added up", "logra", "logra, shared A", "logra, P kept", "lora", "flora")
 
 
 def shapes(config) -> dict[str, tuple[int, int]]:
@@ -107,7 +110,9 @@ def layer(config, tokens: int, dtype: str, device: str, checkpointed: bool = Fal
 
     def forward(under):
         inputs = dict(position_embeddings=rotary, position_ids=positions, attention_mask=None)
-        return checkpoint(under, x, use_reentrant=False, **inputs) if checkpointed else under(x, **inputs)
+        if not checkpointed:
+            return under(x, **inputs)
+        return checkpoint(under, x, use_reentrant=False, context_fn=getattr(under, "context_fn", noop_context_fn), **inputs)
 
     run.forward = forward
     return body.layers[0].train(), run
@@ -133,8 +138,10 @@ def under(base: nn.Module, names: list[str], method: str, rank: int | None) -> t
     """
     module = copy.deepcopy(base, {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in base.parameters()})
     weights = [module.get_submodule(name).weight for name in names]
-    if method == "logra":
-        sketches = logra.attach(module, rank, modules=names, seed=1)
+    if method.startswith("logra"):
+        sketches = logra.attach(module, rank, modules=names, seed=1, share_inputs="shared" in method)
+        if "P kept" in method:
+            module.context_fn = keep_projections
         return module, lambda: None, sketches
     if method == "lora":
         adapters = peft.LoraConfig(r=rank, lora_alpha=rank, lora_dropout=0.0, target_modules=names)
@@ -168,6 +175,8 @@ def passes(make: Callable, config, tokens: int, dtype: str, device: str, ranks: 
     base, run = make(config, tokens, dtype, device)
     cases = []
     for method in methods:
+        if method == "logra, P kept" and make is not checkpointed:
+            continue                                        # without checkpointing P is kept in any case
         for rank in ([None] if method.startswith("dense") else ranks):
             module, before, _ = under(base, NAMES, method, rank)
             cases.append(Case(method, (lambda module=module: run(module)), rank, before))

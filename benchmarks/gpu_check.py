@@ -25,6 +25,7 @@ import pieces
 import timing
 from logra import projection, sync
 from logra.bits import fingerprint
+from logra.memory import Setting, measure, simulate
 from logra.update import LowRankUpdate
 
 GIB = 1 << 30
@@ -67,20 +68,12 @@ def run(result: dict, args, models, tokens: int, rank: int, simulations: dict, s
         if time.perf_counter() - started > args.seconds:
             result["left out"].append(model)
             continue
-        run_model(result, model, tokens, rank, args, simulations)
+        run_model(result, model, tokens, rank, args)
         timing.write(result, args.out)
     for found in result["memory"]:                          # last, so that what was measured is written whatever comes of them
         found |= simulations[found["model"], found["method"]].result()
-    columns = {"model": "s", "method": "s", "step": ".2f", "simulated step": ".2f", "probe": ".2f", "simulated probe": ".2f", "note": "s"}
+    columns = {"model": "s", "method": "s"} | dict.fromkeys(("allocated", "step", "simulated step", "probe", "simulated probe"), ".4f")
     timing.table("Memory, GiB", result["memory"], columns)
-
-
-def simulated(model: str, method: str, tokens: int, rank: int) -> dict:
-    """The peaks that `logra.memory` predicts, in GiB: in a process of its own, which needs no GPU."""
-    from logra.memory import Setting, simulate
-
-    ledger = simulate(cases.CONFIGS[model](), Setting(method=method, rank=rank, gpus=1, context=tokens, probe="finite_difference", probe_tokens=tokens))
-    return {"simulated step": ledger.peak("train", "update") / GIB, "simulated probe": ledger.peak("probe") / GIB if method == "logra" else None}
 
 
 def row(check: str, value: float, limit: float) -> dict:
@@ -202,19 +195,19 @@ def receiver(config, device: str) -> list[dict]:
     return [row("a receiver on the CPU after three updates: matrices whose fingerprint differs", wrong, 0)]
 
 
-def run_model(result: dict, model: str, tokens: int, rank: int, args, simulations: dict) -> None:
+def run_model(result: dict, model: str, tokens: int, rank: int, args) -> None:
     """Memory and times of a whole model: float32 weights, bfloat16 compute, checkpointing, a micro-batch of one response."""
     config = cases.CONFIGS[model]()
+    for method in METHODS:
+        result["memory"].append({"model": model, "method": method} | memory(model, method, tokens, rank, args.device))
     with torch.device(args.device):
         torch.manual_seed(0)
         base = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
     base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    names = list(logra.attach(base, rank))
+    names = list(logra.attach(base, 1))
     logra.detach(base)
     base.train()
-    for method in METHODS:
-        result["memory"].append({"model": model, "method": method} | memory(base, names, method, tokens, rank, args.device))
-    made = [step(base, names, method, tokens, rank, args.device)[0] for method in METHODS]
+    made = [step(base, names, method, tokens, rank, args.device) for method in METHODS]
     rows = timing.interleaved(made, args.repetitions, args.device)
     rows = [{"model": model} | r for r in timing.against(rows, rows[0])]
     result["times"] += rows
@@ -230,41 +223,38 @@ def run_model(result: dict, model: str, tokens: int, rank: int, args, simulation
         timing.table(f"A layer's products, {model}", rows, {"method": "s", "seconds": ".5f"})
 
 
-def step(base, names, method: str, tokens: int, rank: int, device: str):
-    """(the forward and backward of a micro-batch as a case, the module, the optimizer's step)."""
-    module, before, own = cases.under(base, names, method, rank if method != "dense" else None)
+def step(base, names, method: str, tokens: int, rank: int, device: str) -> timing.Case:
+    """The forward and backward of a micro-batch."""
+    module, before, _ = cases.under(base, names, method, None if method == "dense" else rank)
     batch = pieces.example(module.config.vocab_size, tokens, device)
-    case = timing.Case(method, lambda: pieces.loss(module, batch, "autocast", device).backward(), None if method == "dense" else rank, before)
-    if method == "logra":
-        return case, module, logra.RowAdam(own, relative_step=pieces.RELATIVE_STEP)
-    return case, module, torch.optim.AdamW(own, lr=1e-6, weight_decay=0.0, foreach=True)
+    return timing.Case(method, lambda: pieces.loss(module, batch, "autocast", device).backward(), None if method == "dense" else rank, before)
 
 
-def memory(base, names, method: str, tokens: int, rank: int, device: str) -> dict:
-    """The peak of a second step, with the optimizer's state present (and, for LoGRA, of its probe), as the allocator counts it, in GiB."""
+def memory(model: str, method: str, tokens: int, rank: int, device: str) -> dict:
+    """The peaks of a real step, in GiB: tensor by tensor in the training call and in the probe, and the allocator's over all of it."""
+    free(device)
+    ledger = measure(cases.CONFIGS[model](), setting(method, tokens, rank), device)
+    free(device)
+    return {"allocated": ledger.allocated / GIB} | _peaks(ledger)
+
+
+def free(device: str) -> None:
     gc.collect()                                            # a model and its sketches hold each other
-    case, module, optimizer = step(base, names, method, tokens, rank, device)
-    if device == "cpu":                                     # the CPU's allocator keeps no peak
-        case.run()
-        optimizer.step()
-        return {"step": None, "probe": None, "note": "not measured on a CPU"}
-    contexts = logra.Contexts.of_responses(*pieces.example(module.config.vocab_size, tokens, device))
+    if device == "cuda":
+        torch.cuda.empty_cache()
 
-    def peak(action) -> float:
-        torch.cuda.reset_peak_memory_stats()
-        action()
-        return torch.cuda.max_memory_allocated() / GIB
 
-    def probe():                                            # in the precision of the simulation
-        with timing.precision("autocast", device):
-            logra.predicted_kl(module, optimizer.propose(), contexts, "finite_difference")
+def simulated(model: str, method: str, tokens: int, rank: int) -> dict:
+    """The same peaks predicted, in a process of its own, which needs no GPU."""
+    return {f"simulated {part}": peak for part, peak in _peaks(simulate(cases.CONFIGS[model](), setting(method, tokens, rank))).items()}
 
-    for _ in range(2):
-        passed = peak(case.run)
-        probed = peak(probe) if method == "logra" else None
-        stepped = peak(optimizer.step)
-        optimizer.zero_grad()
-    return {"step": max(passed, stepped), "probe": probed, "note": "the optimizer's step" if stepped > passed else "the backward"}
+
+def setting(method: str, tokens: int, rank: int) -> Setting:
+    return Setting(method=method, rank=rank, gpus=1, context=tokens, probe="finite_difference", probe_tokens=tokens)
+
+
+def _peaks(ledger) -> dict:
+    return {"step": ledger.peak("train", "update") / GIB, "probe": ledger.peak("probe") / GIB if ledger.setting.method == "logra" else None}
 
 
 if __name__ == "__main__":

@@ -45,10 +45,11 @@ def terms(config, tokens: int, dtype: str, device: str, ranks: list[int]) -> lis
         cases += [Case("hash of A", each(lambda n, r=rank: projection.entries("rademacher", r, shapes(config)[n][1], 1, device=device)), rank),
                   Case("P = X Aᵀ", each(lambda n, E=E: X32[n] @ E[n].T), rank),
                   Case("S += dYᵀ P", each(lambda n, P=P, S=S: S[n].addmm_(dY32[n].T, P[n])), rank)]
-        if computed == torch.bfloat16 and device == "cuda":     # what tensor cores would take: P is the same, S too as P is the sum of its parts
+        if computed == torch.bfloat16 and device == "cuda":     # what tensor cores would take: the same P; S to 2e-6 in two parts, to 2e-4 in TF32
             E16, parts = {n: e.bfloat16() for n, e in E.items()}, {n: _parts(p) for n, p in P.items()}
             cases += [Case("P, bfloat16 factors and float32 sums", each(lambda n, E=E16: torch.mm(X[n], E[n].T, out_dtype=torch.float32)), rank),
-                      Case("S, P in three bfloat16 parts", each(lambda n, P=parts, S=S: [torch.addmm(S[n], dY[n].T, part, out_dtype=torch.float32) for part in P[n]]), rank)]
+                      Case("S, P in two bfloat16 parts", each(lambda n, P=parts, S=S: [torch.addmm(S[n], dY[n].T, p, out_dtype=torch.float32) for p in P[n]]), rank),
+                      Case("S, TF32", _in_tf32(each(lambda n, P=P, S=S: S[n].addmm_(dY32[n].T, P[n]))), rank)]
         elif computed == torch.bfloat16:                        # what the same products would take in bfloat16: their results are rounded, and not used
             E16, P16 = {n: e.bfloat16() for n, e in E.items()}, {n: p.bfloat16() for n, p in P.items()}
             cases += [Case("P in bfloat16, not used", each(lambda n, E=E16: X[n] @ E[n].T), rank),
@@ -57,12 +58,21 @@ def terms(config, tokens: int, dtype: str, device: str, ranks: list[int]) -> lis
 
 
 def _parts(P_tr: torch.Tensor) -> list[torch.Tensor]:
-    """Three bfloat16 tensors that sum to P, to float32's last bit or nearly."""
-    parts = []
-    for _ in range(3):
-        parts.append(P_tr.bfloat16())
-        P_tr = P_tr - parts[-1].float()
-    return parts
+    """Two bfloat16 tensors whose sum is P to 16 bits."""
+    high = P_tr.bfloat16()
+    return [high, (P_tr - high.float()).bfloat16()]
+
+
+def _in_tf32(run: Callable) -> Callable:
+    def inner():
+        before = torch.backends.cuda.matmul.fp32_precision
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        try:
+            run()
+        finally:
+            torch.backends.cuda.matmul.fp32_precision = before
+
+    return inner
 
 
 def hashes(config, device: str, ranks: list[int]) -> list[Case]:
@@ -94,7 +104,7 @@ def optimizers(config, device: str, ranks: list[int], with_others: bool) -> list
         for sketch in sketches.values():
             sketch.S_dr.copy_(torch.randn(sketch.S_dr.shape, generator=draw))
         optimizer = logra.RowAdam(sketches, relative_step=RELATIVE_STEP)
-        cases += [Case("RowAdam.propose", optimizer.propose, rank), Case("RowAdam.step", optimizer.step, rank, note="proposes again, rounds, applies")]
+        cases += [Case("RowAdam.propose", optimizer.propose, rank), Case("RowAdam.step", optimizer.step, rank, optimizer.propose, note="rounds and applies what was proposed")]
         _, _, adapters = under(base, NAMES, "lora", rank)
         cases.append(Case("AdamW (LoRA)", torch.optim.AdamW(adapters, lr=1e-6, weight_decay=0.0).step, rank, filled(adapters)))
     return cases + (_others(weights, max(ranks), fill) if with_others else [])
@@ -125,12 +135,13 @@ def of_layer(config, tokens: int, dtype: str, device: str, rank: int) -> list[Ca
     _, again = layer(config, tokens, dtype, device, checkpointed=True)
     dense, before, _ = under(base, NAMES, "dense", None)
     module, _, sketches = under(base, NAMES, "logra", rank)
-    proposal, cases = _fixed(sketches)
+    update, cases = _fixed(sketches)
+    factors = {name: (matrix.factor(), matrix.key) for name, matrix in update.matrices.items()}
 
     def probe():
         with torch.no_grad():                               # in float32: a bfloat16 forward would round the differences away
             for a in (1.0, -1.0):
-                with sketches.perturbed(proposal, a):
+                with sketches.perturbed(factors, a):
                     run.forward(module)
 
     return [Case("dense pass", lambda: run(dense), before=before), Case("pass", lambda: run(module), rank),
@@ -140,17 +151,17 @@ def of_layer(config, tokens: int, dtype: str, device: str, rank: int) -> list[Ca
 
 def of_model(model, tokens: int, dtype: str, device: str, rank: int, methods=("finite_difference", "jvp")) -> list[Case]:
     """The pieces of an update for a whole model in float32, its loss that of `logra.rl.loss`. The probe computes in float32."""
-    names = list(logra.attach(model, rank))
+    names = list(logra.attach(model, 1))
     logra.detach(model)
     dense, before, _ = under(model, names, "dense", None)
     module, _, sketches = under(model, names, "logra", rank)
-    proposal, cases = _fixed(sketches)
+    update, cases = _fixed(sketches)
     batch = example(model.config.vocab_size, tokens, device)
     contexts = logra.Contexts.of_responses(*batch)
     return [Case("dense pass", lambda: loss(dense, batch, dtype, device).backward(), before=before),
             Case("pass", lambda: loss(module, batch, dtype, device).backward(), rank), *cases,
             *(Case("probe of a response" if method == "finite_difference" else f"probe by {method}",
-                   lambda method=method: logra.predicted_kl(module, sketches.proposed, contexts, method), rank) for method in methods)]
+                   lambda method=method: logra.predicted_kl(module, update, contexts, method), rank) for method in methods)]
 
 
 def example(vocabulary: int, tokens: int, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -168,7 +179,7 @@ def loss(model, batch, dtype: str, device: str) -> torch.Tensor:
 
 def model_passes(model, tokens: int, dtype: str, device: str, ranks: list[int], methods: list[str]) -> list[Case]:
     """A case a method and rank: forward and backward of a whole model and its loss, on one response."""
-    names = list(logra.attach(model, max(ranks)))
+    names = list(logra.attach(model, 1))
     logra.detach(model)
     batch, cases = example(model.config.vocab_size, tokens, device), []
     for method in methods:
@@ -179,12 +190,12 @@ def model_passes(model, tokens: int, dtype: str, device: str, ranks: list[int], 
 
 
 def _fixed(sketches):
-    """What an update costs once, whatever its tokens; and a proposal, as (F_dr, key) by name. Sketches are filled with noise."""
+    """An update, from sketches that are filled with noise, and what one costs once, whatever its tokens."""
     draw = torch.Generator().manual_seed(0)
     for sketch in sketches.values():
         sketch.S_dr.copy_(torch.randn(sketch.S_dr.shape, generator=draw))
     optimizer = logra.RowAdam(sketches, relative_step=RELATIVE_STEP)
-    proposal = sketches.proposed = optimizer.propose()
+    proposal = optimizer.propose()
     factors = {name: U * -proposal.eta for name, U in proposal.items()}
     update = LowRankUpdate.round(sketches, factors)
 
@@ -193,7 +204,7 @@ def _fixed(sketches):
             projection.entries(sketches.projection, sketches.rank, sketch.k, sketch.key, device=sketch.weight.device)
 
     rank = sketches.rank
-    return ({name: (matrix.factor(), matrix.key) for name, matrix in update.matrices.items()},
+    return (update,
             [Case("hash of A", hashed, rank), Case("propose", optimizer.propose, rank),
              Case("round", lambda: LowRankUpdate.round(sketches, factors), rank),
              Case("apply", lambda: update.apply(sketches), rank, note="fingerprints included"),
@@ -202,7 +213,7 @@ def _fixed(sketches):
 
 def whole_updates(model, tokens: int, dtype: str, device: str, ranks: list[int], responses: int = RESPONSES // PROBED) -> list[Case]:
     """An update as training makes it, without the rollout: micro-batches of one response, for LoGRA the probe of one of them, the step."""
-    names = list(logra.attach(model, max(ranks)))
+    names = list(logra.attach(model, 1))
     logra.detach(model)
     batch = example(model.config.vocab_size, tokens, device)
     contexts = logra.Contexts.of_responses(*batch)
@@ -237,7 +248,7 @@ def shares(rows: list[dict], suffix: str = "", hashed: int = 1) -> dict:
     """
     seconds = {row["method"]: row["seconds"] for row in rows}
     parts = {"passes": RESPONSES * seconds["pass" + suffix], "probe": PROBED * seconds["probe of a response"],
-             "propose": 2 * seconds["propose"], "round": seconds["round"], "apply": seconds["apply"]}
+             "propose": seconds["propose"], "round": seconds["round"], "apply": seconds["apply"]}
     total = sum(parts.values())
     return ({"pieces": "pass" + suffix, "responses": RESPONSES, "probed": PROBED, "seconds": total}
             | {name: part / total for name, part in parts.items()}

@@ -84,7 +84,7 @@ def measure(result: dict, args, model: str, part: str, dtype: str, others: bool)
     elif dtype == "bfloat16":
         return
     elif part == "model":
-        made = pieces.model_passes(whole(model, device), args.tokens, dtype, device, ranks, [m for m in args.methods if m != "dense, added up"])
+        made = pieces.model_passes(whole(model, device), args.tokens, dtype, device, ranks, [m for m in args.methods if m not in ("dense, added up", "logra, P kept")])
     else:
         made = pieces.of_model(whole(model, device), args.tokens, dtype, device, max(ranks))
     rows = timing.interleaved(made, repetitions, device)
@@ -96,7 +96,7 @@ def measure(result: dict, args, model: str, part: str, dtype: str, others: bool)
     rows = [labels | row for row in rows]
     if part in ("projections", "layer", "checkpointed", "model"):
         for row in rows:
-            row["floor"] = cases.floor(config, row["rank"]) if row["method"] == "logra" else None
+            row["floor"] = cases.floor(config, row["rank"]) if row["method"] == "logra" and part != "checkpointed" else None
     report(result, rows, labels)
     if part in ("update", "whole"):
         kinds = {"": 1, ", checkpointed": 2} if part == "update" else {"": 1}
