@@ -8,7 +8,7 @@
 Both run the same code: the library's forward and backward of one micro-batch that is not the update's first, the KL probe, the update.
 A simulation runs it on fake tensors (shapes, types and lifetimes are real, numbers are not made) as rank 0 of a process group whose
 other ranks do not exist. Counted are tensors. Not modelled: CUDA streams, which may hold a layer or two of gather buffers longer,
-workspaces inside operators, fragmentation, the CUDA context, and the batch itself.
+workspaces inside operators, fragmentation and the CUDA context. Forward AD makes a temporary more under fake tensors than in truth.
 """
 
 import argparse

@@ -58,6 +58,7 @@ class Setting:
     resident_factor: bool = False
     sharded_sketches: bool = False
     share_inputs: bool = False
+    split_embedding: bool = False
     selective: bool = False
 
     def __post_init__(self):
@@ -72,7 +73,7 @@ class Setting:
 # What the paper's stack is assumed to do: the one set for all its rows (see notebooks/figures/fig1_memory.ipynb, and what rivals give).
 PAPER = Setting(loss="in_place", keep_projections=True, resident_factor=True, probe_attention="eager")
 # The least that this library's switches reach.
-LEAST = Setting(sharded_sketches=True, share_inputs=True)
+LEAST = Setting(sharded_sketches=True, share_inputs=True, split_embedding=True)
 
 
 class Step(nn.Module):
@@ -110,6 +111,8 @@ class Step(nn.Module):
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
             for block in _decoder_blocks(model, model).values():
                 fully_shard(block, mesh=mesh, mp_policy=policy)
+            if setting.split_embedding and model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
+                fully_shard(model.get_input_embeddings(), mesh=mesh, mp_policy=policy)
             fully_shard(self, mesh=mesh, mp_policy=policy)
 
     def forward(self, function, *arguments, **keywords):

@@ -98,6 +98,7 @@ SWITCHES = {
     "logits in chunks": dict(loss="chunked"),
     "the probe's attention in blocks": dict(probe_attention="sdpa"),
     "S reduced to shards as it is made": dict(sharded_sketches=True),
+    "the embedding gathered for its own use": dict(split_embedding=True),
     "one A for those that read the same": dict(share_inputs=True),
 }
 TARGETS = {"1.5B": 4.0, "7B": 12.5, "27B": 36.0}            # GiB a GPU that the switches are to reach: ours, not the paper's
