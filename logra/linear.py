@@ -190,10 +190,7 @@ class SketchedLinear(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         sketch = self.sketch
         if sketch.delta is not None:
-            a, factors = sketch.delta
-            F_dr, key = factors[sketch.name]
-            y, P_tr = F.linear(x, self.weight, self.bias), sketch.source.project(x.reshape(-1, x.shape[-1]), key)
-            return y + (a * F.linear(P_tr, F_dr.to(P_tr.dtype))).view(y.shape).to(y.dtype)
+            return self._perturbed(x)
         if torch.is_grad_enabled():
             device = x.device.type
             dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
@@ -203,6 +200,18 @@ class SketchedLinear(nn.Linear):
             raise RuntimeError(f"{sketch.name} runs under reentrant activation checkpointing, which loses sketches: "
                                "use gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})")
         return F.linear(x, self.weight, self.bias)
+
+    def _perturbed(self, x: torch.Tensor) -> torch.Tensor:
+        """x Wᵀ + b + a · (x Eᵀ) Fᵀ, a band of tokens at a time: the last term is float32, with its tangent twice that."""
+        a, factors = self.sketch.delta
+        F_dr, key = factors[self.sketch.name]
+        X_tk = x.reshape(-1, x.shape[-1])
+        P_tr = self.sketch.source.project(X_tk, key)
+        F_dr, band, parts = F_dr.to(P_tr.dtype), max(1, _BAND // len(F_dr)), []
+        for X, P in zip(X_tk.split(band), P_tr.split(band)):
+            y = F.linear(X, self.weight, self.bias)
+            parts.append(y + (a * F.linear(P, F_dr)).to(y.dtype))
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(*x.shape[:-1], len(F_dr))
 
 
 def _under_reentrant_checkpoint() -> bool:

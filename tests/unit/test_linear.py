@@ -8,6 +8,7 @@ import models
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -430,3 +431,20 @@ def test_narrow_tensors_are_widened_a_band_at_a_time(monkeypatch):
         S.append(sketch.S_dr)
     assert relative(S[:1], S[1:]) < 1e-6
     assert max(tensor.untyped_storage().nbytes() for tensor in storages.made if tensor.dtype == torch.float32) <= 4 * 200
+
+
+def test_a_perturbed_forward_is_that_of_the_dense_weights_in_bands_of_tokens_too(monkeypatch):
+    layer, x = Layer(48, 80, True).double(), torch.randn(2, 11, 80, generator=torch.Generator().manual_seed(0)).double()
+    sketches = logra.attach(layer, 8, modules=["proj"])
+    F_dr, key = torch.randn(48, 8, dtype=torch.float64), sketches["proj"].key
+    D_dk = F_dr @ logra.projection.entries("rademacher", 8, 80, key, dtype=torch.float64)
+    for band in (1 << 22, 200):
+        monkeypatch.setattr(logra.linear, "_BAND", band)
+        with torch.no_grad(), forward_ad.dual_level():
+            a = forward_ad.make_dual(torch.zeros((), dtype=torch.float64), torch.ones((), dtype=torch.float64))
+            with sketches.perturbed({"proj": (F_dr, key)}, a):
+                y, rate = forward_ad.unpack_dual(layer.proj(forward_ad.make_dual(x, 3 * x)))
+            torch.testing.assert_close(y, layer.proj(x))
+            torch.testing.assert_close(rate, 3 * x @ layer.proj.weight.T + x @ D_dk.T)
+            with sketches.perturbed({"proj": (F_dr, key)}, -0.5):
+                torch.testing.assert_close(layer.proj(x), nn.functional.linear(x, layer.proj.weight - 0.5 * D_dk, layer.proj.bias))
