@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -145,14 +146,16 @@ def _bracket(points: list, x: float) -> tuple:
 
 
 def fits(models: list[str], cards: list[str], contexts: list[int], rank: int) -> pd.DataFrame:
-    """For cards such as "4 x 80" (GB): GiB needed at two contexts, and the longest context that fits on the line through them (0: not even an empty one)."""
+    """For cards such as "4 x 80" (GB): GiB needed at two contexts, and the longest context that fits on the lines through each phase's (0: not even an empty one)."""
     found = []
     for card in cards:
         number, size = card.split(" x ")
         room = float(size) * 1e9 / GIB
         for model in models:
-            needs = [max(row["gib"] for row in _flat(model, replace(memory.LEAST, rank=rank, gpus=int(number), context=context, probe_tokens=context))) for context in contexts]
-            slope = (needs[1] - needs[0]) / (contexts[1] - contexts[0])
-            longest = contexts[0] + (room - needs[0]) / slope
-            found.append({"model": model, "cards": card, "room_gib": room, **{f"gib_at_{context}": need for context, need in zip(contexts, needs)}, "longest_context": max(0, int(longest) // 256 * 256)})
+            near, far = ({row["phase"]: row["gib"] for row in _flat(model, replace(memory.LEAST, rank=rank, gpus=int(number), context=context, probe_tokens=context))}
+                         for context in contexts)
+            slopes = {phase: (far[phase] - near[phase]) / (contexts[1] - contexts[0]) for phase in near}
+            longest = min(contexts[0] + (room - near[phase]) / slope if slope > 0 else math.inf if near[phase] <= room else 0 for phase, slope in slopes.items())
+            found.append({"model": model, "cards": card, "room_gib": room, **{f"gib_at_{context}": max(need.values()) for context, need in zip(contexts, (near, far))},
+                          "longest_context": max(0, int(longest) // 256 * 256)})
     return pd.DataFrame(found)
