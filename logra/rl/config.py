@@ -33,6 +33,7 @@ class RunConfig(BaseModel):
     baseline_decay: float = Field(0.9, ge=0, lt=1)          # b ← decay · b + (1 − decay) · the batch's mean reward
     incorrect_reward: float = 0.0
     binary_reward: bool = True
+    verifier_seconds: float = Field(5.0, gt=0)              # that one response's verifier may take, where it runs in a worker process
     compute: Literal["float32", "bfloat16"] = "float32"     # weights are stored in float32 either way
     checkpointing: bool = False                             # activation checkpointing, non-reentrant
 
@@ -74,6 +75,7 @@ class RunConfig(BaseModel):
     evaluation_samples: int = Field(4, ge=1)
     evaluation_temperature: float = Field(0.7, gt=0)
     evaluation_top_p: float = Field(0.7, gt=0, le=1)
+    evaluation_resamples: int = Field(0, ge=0)              # of the bootstrap intervals; 0 records none
     checkpoint_every: int = Field(50, ge=1)
     threads: int = Field(1, ge=1)                           # of torch: another number sums in another order
 

@@ -61,6 +61,8 @@ class ShortForm(ReasoningGym):
     Raises ValueError for a generator without a short form.
     """
 
+    judge = None                                             # these five scorers end, whatever the answer: no worker process
+
     def __init__(self, generator: str, seed: int = 1234, training: int = 12_000, evaluation: int = 64):
         if generator not in FORMS:
             raise ValueError(f"there is no short form of {generator!r}; there are {', '.join(FORMS)}: write one in rl/mixture.py")

@@ -2,7 +2,7 @@
 
 A task is any object with `.name`, `.size(split)`, `.problem(split, index)` and `.verify(response, problem)`; nothing in the
 library asks for more, so a user's own task is a class of her own. Two are here: `Sums`, the laptop learner's, and
-`ReasoningGym`, every generator of the package of that name. `task(name)` builds either.
+`ReasoningGym`, every generator of the package of that name; those that are read from files are in `rl.data`. `task(name)` builds any.
 
 Two rules hold for both. A problem depends on (seed, split, index) alone, so a resumed run meets the same prompts. And no
 evaluation problem is a training problem: in `Sums` by construction, in `ReasoningGym` by exclusion.
@@ -13,9 +13,13 @@ from __future__ import annotations
 import random
 import re
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from pkgutil import resolve_name
 from typing import Literal, Protocol
+
+from logra.rl import verifiers
 
 Split = Literal["train", "evaluation"]
 SPLITS = ("train", "evaluation")
@@ -30,6 +34,8 @@ class Problem:
     task     name of the task that made it
     index    its index within its split
     meta     whatever the verifier or an analysis needs besides
+    judge    a picklable function (response, problem) -> score that `rewards.score` runs in a worker process under a time limit
+             (see `rl.verifiers`); None where the task's own `verify` is trusted to end
     """
 
     prompt: str
@@ -37,6 +43,7 @@ class Problem:
     task: str
     index: int
     meta: dict = field(default_factory=dict, compare=False)
+    judge: Callable[[str, Problem], float] | None = field(default=None, compare=False, repr=False)
 
 
 class Task(Protocol):
@@ -51,7 +58,7 @@ class Task(Protocol):
         """The problem at `index`, the same one whenever it is asked for."""
 
     def verify(self, response: str, problem: Problem) -> float:
-        """Score in [0, 1]; 1 is correct. May raise: `rewards.score` counts that as a failure worth 0."""
+        """Score in [0, 1]; 1 is correct. May raise: `rewards.score` counts that as a failure worth 0. Not asked where the problem has a judge."""
 
 
 def check(split: str, index: int) -> None:
@@ -106,13 +113,17 @@ class ReasoningGym:
     config       fields of the generator's own configuration, e.g. max_terms=3
 
     The score is the generator's `score_answer` of what stands inside the response's last <answer>…</answer>; a response without
-    the tags scores 0. Raises ValueError for a generator or a field that does not exist.
+    the tags scores 0. Some scorers hang on long answers, so it is taken in a worker process.
+    Raises ValueError for a generator or a field that does not exist.
     """
+
+    judge = staticmethod(verifiers.reasoning_gym)
 
     def __init__(self, task: str, seed: int = 1234, training: int = 5000, evaluation: int = 25, **config):
         import reasoning_gym  # takes seconds to import, and `Sums` does not need it
 
         self.name = f"reasoning_gym/{task}"
+        self.scorer = {"generator": task, "config": config}
         self.rows = {"train": range(training), "evaluation": range(training, training + evaluation)}
         known = reasoning_gym.factory.DATASETS
         if task not in known:
@@ -130,11 +141,20 @@ class ReasoningGym:
     @cached_property
     def kept(self) -> dict[str, list[int]]:
         """Row numbers of each split, after exclusion. Generates every row once."""
+        return {split: [row for row, _ in found] for split, found in self._generated().items()}
+
+    def entries(self) -> dict[str, list[dict]]:
+        """The entries of each split, after exclusion, each of them generated once: the generators that run programs do not
+        give the same entry twice, and a second one might be no longer what was compared."""
+        return {split: [entry for _, entry in found] for split, found in self._generated().items()}
+
+    def _generated(self) -> dict[str, list[tuple[int, dict]]]:
         first = {}
         for row in self.rows["train"]:
-            first.setdefault(self.prompt(self.generator[row]), row)
-        evaluation = [row for row in self.rows["evaluation"] if self.prompt(self.generator[row]) not in first]
-        return {"train": list(first.values()), "evaluation": evaluation}
+            entry = self.generator[row]
+            first.setdefault(self.prompt(entry), (row, entry))
+        evaluation = [(row, self.generator[row]) for row in self.rows["evaluation"]]
+        return {"train": list(first.values()), "evaluation": [(row, entry) for row, entry in evaluation if self.prompt(entry) not in first]}
 
     def size(self, split: Split) -> int:
         check(split, 0)
@@ -146,19 +166,18 @@ class ReasoningGym:
         if size == 0 or (split == "evaluation" and index >= size):
             raise IndexError(f"{self.name} has {size} {split} problems, index {index} was asked for; raise `{split}` candidates")
         entry = self.generator[self.kept[split][index % size]]
-        return Problem(self.prompt(entry), str(entry["answer"]), self.name, index, {"entry": entry})
+        return Problem(self.prompt(entry), str(entry["answer"]), self.name, index, {"entry": entry, **self.scorer}, self.judge)
 
     def verify(self, response: str, problem: Problem) -> float:
-        from reasoning_gym.utils import extract_answer
-
-        answer = extract_answer(response, "answer")
-        return 0.0 if answer is None else float(self.generator.score_answer(answer, problem.meta["entry"]))
+        return self.judge(response, problem)
 
 
 def task(name: str, seed: int | None = None, **config) -> Task:
-    """Builds a task by name: "sums", "short_mixture" (`rl.mixture`), or "reasoning_gym/<generator>" with the generator's own fields as keywords.
+    """Builds a task by name, with its own settings as keywords.
 
-    seed: of the problems; None takes the class's default. Raises ValueError for a name that is none of these.
+    name: "sums"; "short_mixture" (`rl.mixture`); "reasoning_gym/<generator>" with the generator's fields; "dapo_math", "gsm8k",
+    "reasoning_gym_hard" or "jsonl" (`rl.data`); or module:function, a user's own, which returns a task.
+    seed: of the problems or their order; None takes the class's default. Raises ValueError for a name that is none of these.
     """
     if seed is not None:
         config["seed"] = seed
@@ -171,7 +190,14 @@ def task(name: str, seed: int | None = None, **config) -> Task:
     family, _, generator = name.partition("/")
     if family == "reasoning_gym" and generator:
         return ReasoningGym(generator, **config)
-    raise ValueError(f"unknown task {name!r}; use {Sums.name!r}, 'short_mixture' or 'reasoning_gym/<generator>', or pass a task object of your own")
+    if re.fullmatch(r"[\w.]+:[\w.]+", name):
+        return resolve_name(name)(**config)
+    from logra.rl import data
+
+    if name in data.TASKS:
+        return data.TASKS[name](**config)
+    raise ValueError(f"unknown task {name!r}; use {Sums.name!r}, 'short_mixture', 'reasoning_gym/<generator>', {', '.join(map(repr, data.TASKS))}, "
+                     "or module:function of your own")
 
 
 if __name__ == "__main__":
