@@ -34,7 +34,7 @@ def linear_head(model) -> nn.Linear | None:
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     config = model.config.get_text_config() if hasattr(model, "config") else None
     scaled = any(getattr(config, field, None) for field in ("final_logit_softcapping", "logit_scale", "logits_scaling"))
-    return head if type(head) is nn.Linear and not scaled else None
+    return head if isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward and not scaled else None    # FSDP makes a subclass
 
 
 def wide(z: torch.Tensor) -> torch.Tensor:
