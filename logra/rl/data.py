@@ -194,7 +194,9 @@ def jsonl(train: str, evaluation: str, verifier: str = "math", seed: int = 0) ->
 
 
 def reasoning_gym_hard(seed: int = 0) -> Questions:
-    """Table 3's mixture (C.2): generated once on this machine (`table3.problems`); the package's own sentence asks for answer tags."""
+    """Table 3's mixture (C.2): generated once on this machine (`table3.problems`); the package's own sentence asks for answer tags.
+
+    The paper evaluates it with evaluation_samples 1, evaluation_top_p 0.95, evaluation_prompts 193, and reports `macro`."""
     from logra.rl import table3
 
     found = table3.problems()
@@ -226,7 +228,8 @@ def overlap(train: Iterable[Problem], evaluation: Iterable[Problem]) -> dict:
 def report(task: Questions) -> dict:
     """Counts by task, hashes and overlap."""
     counts = {split: {name: sum(p.task == name for p in rows) for name in sorted({p.task for p in rows})} for split, rows in task.rows.items()}
-    return {"task": task.name, "problems": counts, "sha256": task.sha256(), "overlap": overlap(task.rows["train"], task.rows["evaluation"])}
+    last = {split: rows[-1].meta["row"] for split, rows in task.rows.items() if "row" in rows[-1].meta}     # where the release reached its count
+    return {"task": task.name, "problems": counts, "last_row": last, "sha256": task.sha256(), "overlap": overlap(task.rows["train"], task.rows["evaluation"])}
 
 
 if __name__ == "__main__":

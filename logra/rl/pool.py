@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import TimeoutError, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Literal
@@ -68,7 +69,8 @@ def close() -> None:
     global _held
     if _held is not None and _held[0] == os.getpid():
         _held[1].stop()
-        _held[1].join(timeout=10)
+        with suppress(TimeoutError):
+            _held[1].join(timeout=10)
     _held = None
 
 
@@ -77,6 +79,7 @@ def _pool():
     if _held is None or _held[0] != os.getpid() or not _held[1].active:
         from pebble import ProcessPool                      # what needs no workers does not need pebble
 
+        close()
         context = get_context("forkserver")
         main = getattr(sys.modules["__main__"], "__spec__", None)      # a worker imports the caller's main module: let the server have its imports
         context.set_forkserver_preload(["logra.rl.warm", *([main.name] if main and not main.name.endswith("__main__") else [])])

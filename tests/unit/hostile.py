@@ -11,7 +11,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 from logra.rl import pool, verifiers
 from logra.rl.tasks import Problem
@@ -91,9 +94,10 @@ def _watch(folder: Path, ended: dict[str, float], stop: threading.Event) -> None
             if path.suffix or path.name in ended or path.with_suffix(".end").exists() or not (text := path.read_text()):
                 continue
             begun, process = json.loads(text)
-            state = Path(f"/proc/{process}/stat")
-            if not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z":
-                ended[path.name] = time.monotonic()
+            with suppress(psutil.NoSuchProcess):
+                if psutil.Process(process).status() != psutil.STATUS_ZOMBIE:
+                    continue
+            ended[path.name] = time.monotonic()
 
 
 def main(count: int = 1000, limit: float = 1.0) -> dict:

@@ -5,7 +5,7 @@ import psutil
 import pytest
 
 from logra.paper import printed
-from logra.rl import table3
+from logra.rl import table3, tasks, verifiers
 from logra.rl.records import MissingRecord
 
 
@@ -32,9 +32,40 @@ def test_counts_are_the_papers_and_are_counted_once(records, tmp_path, monkeypat
     assert inputs == [str(table3._folder(name)) for name in tasks], "what was read is named"
 
 
+def test_the_mixtures_problems_are_generated_once_and_kept_with_their_hash(records, monkeypatch):
+    found = table3.problems(["word_ladder"])
+    printed_counts = printed.table("table3").set_index("task").loc["word_ladder"]
+    assert [len(found[split]) for split in tasks.SPLITS] == [printed_counts["training"], printed_counts["evaluation"]]
+    prompts = [{problem.meta["problem"] for problem in found[split]} for split in tasks.SPLITS]
+    assert not prompts[0] & prompts[1] and len(prompts[0]) == len(found["train"])
+    first = found["train"][0]
+    assert "<answer>" in first.prompt and first.prompt.endswith(first.meta["problem"]) and first.task == "word_ladder"
+    assert verifiers.reasoning_gym(f"<answer>{first.answer}</answer>", first) == 1
+    monkeypatch.setattr(table3.subprocess, "Popen", None)   # a second generation would raise
+    assert table3.problems(["word_ladder"]) == found
+    kept = table3._folder("word_ladder", "problems") / "problems.jsonl"
+    kept.write_text(kept.read_text().replace("word ladder", "word adder", 1))
+    with pytest.raises(ValueError, match="does not hash to .*: remove the folder and generate it again"):
+        table3.problems(["word_ladder"])
+
+
+@pytest.mark.parametrize("name", [name for name in table3.TASKS if name != "codeio"])    # it runs stored programs; its scorer reads the answer alone
+def test_what_is_kept_of_an_entry_is_all_that_its_scorer_reads(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(table3, "TRAINING", 4)
+    monkeypatch.setattr(table3, "EVALUATION", 2)
+    table3._generate("problems", name, tmp_path / "kept")
+    source = tasks.ReasoningGym(name, table3.SEED, 4, 2)
+    rows = [json.loads(line) for line in (tmp_path / "kept").read_text().splitlines()]
+    assert [row["question"] for row in rows] == [entry["question"] for split in tasks.SPLITS for entry in source.entries()[split]]
+    for row, entry in zip(rows, [entry for split in tasks.SPLITS for entry in source.entries()[split]]):
+        for answer in (entry["answer"], entry["answer"] + " x", "C3", "7", entry["answer"].lower()[:-1] + "q"):
+            assert source.generator.score_answer(answer, row) == source.generator.score_answer(answer, entry)
+        assert source.generator.score_answer(row["answer"], row) == 1
+
+
 def test_a_count_that_does_not_end_leaves_no_record_and_no_process(records, monkeypatch):
     monkeypatch.setattr(table3, "_LIMIT", 0.2)
-    with pytest.raises(RuntimeError, match="counting tsumego ended with exit code none within 0.2 s"):
+    with pytest.raises(RuntimeError, match="generating tsumego ended with exit code none within 0.2 s"):
         table3.ensure(["tsumego"])
     assert not [path for path in records.iterdir() if path.is_dir()]
     assert not [child for child in psutil.Process().children(recursive=True) if "logra.rl.table3" in child.cmdline()]
