@@ -44,8 +44,8 @@ class Contexts:
         predictions[:, :-1] = response_mask[:, 1:].bool()
         return cls(input_ids, attention_mask, predictions)
 
-    def split(self, rows: int | None) -> Iterator["Contexts"]:
-        """A few responses at a time, cut to their longest; None: all, as they are. Those without predictions are left out."""
+    def split(self, rows: int | None, every: bool = False) -> Iterator["Contexts"]:
+        """A few responses at a time, cut to their longest; None: all, as they are. Those without predictions are left out, unless `every`."""
         if rows is None or rows >= len(self.input_ids):
             yield self
             return
@@ -53,7 +53,7 @@ class Contexts:
             mask = self.attention_mask[start:start + rows]
             length = max(1, int(mask.sum(1).max()))
             part = Contexts(*(x[start:start + rows, :length] for x in (self.input_ids, self.attention_mask, self.predictions)))
-            if part.predictions.any():
+            if every or part.predictions.any():
                 yield part
 
 
@@ -65,25 +65,27 @@ def predicted_kl(model, proposal, contexts: Contexts, method: str = "jvp", tempe
     lost in rounding). micro_batch: responses in a forward; None for all together. The value is the mean over all predictions either way,
     and no response is cut: a sample of whole responses, chosen before they were known (the batch's first), stands for the batch, while
     one of their beginnings would stand for early tokens alone. The model runs in eval mode and is restored, also after an exception.
+    Over row shards (`Sketches.shards`) each rank examines contexts of its own, and the mean is over those of all ranks, the same number on
+    each; where FSDP needs every rank's forwards in step, all give as many responses, some of them perhaps without a prediction.
     Raises ValueError for no predictions, left padding, a temperature that is not positive, or an unknown method.
     """
-    _check(contexts, temperature)
     factors = _Factors(model, proposal)
+    _check(contexts, temperature, factors.shards)
     if method == "jvp":
-        return _mean_variance(_dual_logits(model, contexts, factors, micro_batch), contexts, temperature)
+        return _mean_variance(_dual_logits(model, contexts, factors, micro_batch), contexts, temperature, factors.shards)
     if method != "finite_difference":
         raise ValueError(f"unknown method {method!r}: it is 'jvp' or 'finite_difference'")
     step = 1.0
-    q = _mean_variance(_logit_differences(model, contexts, factors, step, micro_batch), contexts, temperature)
+    q = _mean_variance(_logit_differences(model, contexts, factors, step, micro_batch), contexts, temperature, factors.shards)
     while 1e-4 < step ** 2 * q < math.inf:                  # the differences left the quadratic's range: again, with a step that does not
         step = math.sqrt(1e-5 / q)
-        q = _mean_variance(_logit_differences(model, contexts, factors, step, micro_batch), contexts, temperature)
+        q = _mean_variance(_logit_differences(model, contexts, factors, step, micro_batch), contexts, temperature, factors.shards)
     return q
 
 
 def _dual_logits(model, contexts, factors, micro_batch):
     """(logits, their rates along D), a few tokens at a time, by one forward with dual numbers for each micro-batch."""
-    for part in contexts.split(micro_batch):
+    for part in contexts.split(micro_batch, factors.shards is not None):
         device = part.input_ids.device
         with _evaluating(model), _differentiable_attention(model), forward_ad.dual_level():
             with warnings.catch_warnings():                 # torch's first dual number uses its own deprecated torch.jit.script
@@ -97,7 +99,7 @@ def _dual_logits(model, contexts, factors, micro_batch):
 
 def _logit_differences(model, contexts, factors, step, micro_batch):
     """The same from two forwards at ±step · D: central differences, of second order in the step."""
-    for part in contexts.split(micro_batch):
+    for part in contexts.split(micro_batch, factors.shards is not None):
         with _evaluating(model):
             plus, logits, _ = _hidden(model, part, factors, step)
             minus, _, _ = _hidden(model, part, factors, -step)
@@ -110,7 +112,7 @@ def _mean_and_rate(up, down, step):
     return mean, up.sub_(down).div_(2 * step)
 
 
-def _mean_variance(pairs, contexts, temperature) -> float:
+def _mean_variance(pairs, contexts, temperature, shards) -> float:
     """Eq. 6 from (logits, rates)."""
     total = 0.0
     with torch.no_grad():
@@ -120,7 +122,17 @@ def _mean_variance(pairs, contexts, temperature) -> float:
             rate_nv.sub_((p_nv * rate_nv).sum(-1, keepdim=True))
             total += float(rate_nv.square_().mul_(p_nv).sum(-1).double().sum())
             del rate_nv, p_nv
-    return total / (2 * int(contexts.predictions.sum()) * temperature ** 2)
+    total, count = _over_ranks(total, contexts, shards)
+    return total / (2 * count * temperature ** 2)
+
+
+def _over_ranks(total: float, contexts, shards) -> tuple[float, int]:
+    """(A sum over predictions, their number), of all ranks where there are several."""
+    count = int(contexts.predictions.sum())
+    if shards is None:
+        return total, count
+    total, count = shards.total([total, count])
+    return total, int(count)
 
 
 def realised_kl(model, proposal, contexts: Contexts, alpha: float = 1.0, temperature: float = 1.0, applied: bool = False,
@@ -129,9 +141,9 @@ def realised_kl(model, proposal, contexts: Contexts, alpha: float = 1.0, tempera
 
     applied: the weights contain αD already, so that the policy before is found by taking it away again. The rest as for `predicted_kl`.
     """
-    _check(contexts, temperature)
     factors, total = _Factors(model, proposal), 0.0
-    for part in contexts.split(micro_batch):
+    _check(contexts, temperature, factors.shards)
+    for part in contexts.split(micro_batch, factors.shards is not None):
         with _evaluating(model):
             before, logits, _ = _hidden(model, part, factors, -alpha if applied else 0.0)
             after, _, _ = _hidden(model, part, factors, 0.0 if applied else alpha)
@@ -139,7 +151,8 @@ def realised_kl(model, proposal, contexts: Contexts, alpha: float = 1.0, tempera
                 log_p = torch.log_softmax(logits(before[i:i + _CHUNK]).double() / temperature, -1)
                 log_q = torch.log_softmax(logits(after[i:i + _CHUNK]).double() / temperature, -1)
                 total += float((log_p.exp() * (log_p - log_q)).sum())
-    return total / int(contexts.predictions.sum())
+    total, count = _over_ranks(total, contexts, factors.shards)
+    return total / count
 
 
 def step_scale(q: float, budget: float, alpha_max: float) -> float:
@@ -225,9 +238,9 @@ class KLControl:
         self.update, self.kappa = state["update"], state["kappa"]
 
 
-def _check(contexts, temperature):
+def _check(contexts, temperature, shards):
     mask = contexts.attention_mask.bool()
-    if not contexts.predictions.any():
+    if not _over_ranks(0.0, contexts, shards)[1]:
         raise ValueError("no predictions to examine: contexts.predictions has no True place")
     if (mask[:, 1:] & ~mask[:, :-1]).any() or (contexts.predictions & ~mask).any():
         raise ValueError("contexts are padded on the right, and no prediction lies in the padding: positions count from the first column")
@@ -241,6 +254,7 @@ class _Factors(Mapping):
 
     def __init__(self, model, proposal):
         self.sketches, self.proposal = attached(model), proposal
+        self.shards = self.sketches.shards
         self._rounded = isinstance(proposal, LowRankUpdate)
         self._names = proposal.matrices if self._rounded else proposal
         unknown = set(self._names) - set(self.sketches)

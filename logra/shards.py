@@ -7,6 +7,8 @@ A rank's rows of a matrix are those of `torch.chunk`, as FSDP shards parameters:
 backward sends its d·r numbers once a micro-batch, and no rank ever holds more of S than its rows and one layer's sum.
 """
 
+import sys
+
 import torch
 import torch.distributed as dist
 
@@ -50,3 +52,29 @@ class RowShards:
             sums = sums.cuda()
         dist.all_reduce(sums, group=self.group)
         return sums.tolist()
+
+    def exact_total(self, values: list[int]) -> list[int]:
+        """Each integer's sum over the ranks, however large."""
+        found = [None] * self.ranks
+        dist.all_gather_object(found, values, group=self.group)
+        return [sum(numbers) for numbers in zip(*found)]
+
+
+def own_rows(weight: torch.Tensor) -> tuple[torch.Tensor, slice]:
+    """(This rank's part of a parameter that `fully_shard` splits by rows, which rows of the whole these are); all of any other parameter.
+
+    Raises ValueError for a parameter that is split another way.
+    """
+    if not is_sharded(weight):
+        return weight, slice(0, len(weight))
+    placements = [placement for placement in weight.placements if placement.is_shard()]
+    if weight.device_mesh.ndim != 1 or any(placement.dim != 0 for placement in placements):
+        raise ValueError(f"a weight is sharded as {tuple(weight.placements)}: an update is applied to weights that are split by rows over one mesh dimension")
+    rows = RowShards(weight.device_mesh.get_group()).rows(len(weight)) if placements else slice(0, len(weight))
+    return weight.to_local(), rows
+
+
+def is_sharded(weight: torch.Tensor) -> bool:
+    """Whether it is a DTensor; asked without importing what a process without ranks has no need of."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(weight, module.DTensor)

@@ -15,6 +15,7 @@ import torch
 
 from logra import projection as projections
 from logra.bits import fingerprint
+from logra.shards import RowShards, own_rows
 
 _INTEGERS = {8: torch.int8, 16: torch.int16}
 _CHUNK = 1 << 24                                            # elements of ΔW that are formed at a time (64 MiB)
@@ -93,10 +94,21 @@ class LowRankUpdate:
                 weight[:, first - start:last - start] += self.dense(name, rows, slice(first, last)).to(weight.device)
 
     def apply(self, sketches: Mapping) -> None:
-        """Add the update to the weights of all its matrices, in place (Eq. 4), and note their fingerprints: a receiver's must be the same."""
+        """Add the update to the weights of all its matrices, in place (Eq. 4), and note their fingerprints: a receiver's must be the same.
+
+        Of a weight that `fully_shard` splits, each rank changes its own rows; the fingerprints are of the whole.
+        """
+        sharded = {}
         for name in self.matrices:
-            self.apply_to(name, sketches[name].weight)
-            self.after[name] = fingerprint(sketches[name].weight.detach())
+            weight = sketches[name].weight.detach()
+            local, rows = own_rows(weight)
+            self.apply_to(name, local, None if local is weight else rows)
+            self.after[name] = fingerprint(local, first_row=rows.start)
+            if local is not weight:
+                sharded.setdefault(weight.device_mesh.get_group(), []).append(name)
+        for group, names in sharded.items():
+            totals = RowShards(group).exact_total([self.after[name] for name in names])
+            self.after.update({name: total & (1 << 64) - 1 for name, total in zip(names, totals)})
 
     def to_bytes(self) -> bytes:
         """The update as one message (see `logra.wire`). Raises ValueError if it was not applied, for it carries the weights' fingerprints after it, or not rounded."""

@@ -7,6 +7,7 @@ import torch
 
 import logra
 from logra.rl.config import RunConfig
+from logra.rl.ranks import Alone, Ranks
 from logra.rl.rollout import Rollout, named_seed
 
 
@@ -20,8 +21,8 @@ def selected(model, config: RunConfig) -> list[str]:
 class AdamW:
     """AdamW on float32 weights, no weight decay; a linear warm-up and a cosine to `learning_rate_end` (Table 4), or a constant rate for LoRA (D.4)."""
 
-    def __init__(self, parameters, config: RunConfig):
-        self.config = config
+    def __init__(self, parameters, config: RunConfig, ranks: Alone | Ranks):
+        self.config, self.ranks = config, ranks
         self.optimizer = torch.optim.AdamW(parameters, lr=config.learning_rate, betas=(config.beta1, config.beta2), eps=1e-8, weight_decay=0.0)
 
     def rate(self, update: int) -> float:
@@ -37,21 +38,30 @@ class AdamW:
         (group,) = self.optimizer.param_groups
         group["lr"] = self.rate(update)
         gradients = [p.grad for p in group["params"] if p.grad is not None]
-        norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients))
+        norm = math.sqrt(sum(self.ranks.square(g) for g in gradients))
         if not math.isfinite(norm):
             raise FloatingPointError(f"the gradient of update {update} is not finite: nothing was applied")
         self.optimizer.step()
         self.optimizer.zero_grad()
         return {"learning_rate": group["lr"], "gradient_norm": norm}
 
+    def state_dict(self) -> dict:
+        return self.ranks.whole(self.optimizer.state_dict())
+
+    def load_state_dict(self, state: dict) -> None:
+        self.optimizer.load_state_dict(state)
+        for parameter, moments in self.optimizer.state.items():
+            moments.update({name: self.ranks.own(x, parameter) for name, x in moments.items() if x.shape == parameter.shape})
+
 
 class Dense:
     """Ordinary gradients and AdamW, on the selected matrices or on everything."""
 
-    def __init__(self, model, config: RunConfig):
+    def __init__(self, model, config: RunConfig, ranks: Alone | Ranks):
         self.updates = 0
         self.choose(model, config)
-        self.adamw = AdamW([p for p in model.parameters() if p.requires_grad], config)
+        ranks.shard(model)
+        self.adamw = AdamW([p for p in model.parameters() if p.requires_grad], config, ranks)
 
     def choose(self, model, config: RunConfig) -> None:
         """Leaves `requires_grad` on what is trained."""
@@ -66,11 +76,11 @@ class Dense:
             return self.adamw.step(self.updates)
 
     def state_dict(self) -> dict:
-        return {"updates": self.updates, "optimizer": self.adamw.optimizer.state_dict()}
+        return {"updates": self.updates, "optimizer": self.adamw.state_dict()}
 
     def load_state_dict(self, state: dict) -> None:
         self.updates = state["updates"]
-        self.adamw.optimizer.load_state_dict(state["optimizer"])
+        self.adamw.load_state_dict(state["optimizer"])
 
 
 class LoRA(Dense):
@@ -90,10 +100,13 @@ class LoRA(Dense):
 class LoGRA:
     """Sketches, a sketch optimizer and the predicted-KL control; with `trainable: all`, AdamW on what is not sketched."""
 
-    def __init__(self, model, config: RunConfig):
-        self.model, self.config = model, config
+    def __init__(self, model, config: RunConfig, ranks: Alone | Ranks):
+        self.model, self.config, self.ranks = model, config, ranks
         self.sketches = logra.attach(model, config.rank, config.projection, config.seed, config.refresh, modules=selected(model, config),
-                                     freeze_rest=config.trainable == "selected", keep_projections=True)
+                                     freeze_rest=config.trainable == "selected", keep_projections=ranks.count == 1)
+        if ranks.count > 1:
+            self.sketches.base                              # while the weights are whole
+        ranks.shard(model)
         step = dict(relative_step=config.relative_step, bits=config.bits)
         self.optimizer = (logra.RowAdam(self.sketches, beta2=config.beta2, **step) if config.optimizer == "rowadam"
                           else logra.SketchSGD(self.sketches, **step))
@@ -102,22 +115,26 @@ class LoGRA:
         self.control = logra.KLControl(budget, config.alpha_max, config.mismatch, config.probe, config.temperature,
                                        config.micro_batch)
         rest = [p for p in model.parameters() if p.requires_grad]
-        self.rest = AdamW(rest, config) if rest else None
+        self.rest = AdamW(rest, config, ranks) if rest else None
 
     def update(self, timed, batch: Rollout, logprobs) -> dict:
-        config, sketches = self.config, self.sketches
-        probe = batch[:config.probe_responses]
+        with self.ranks.reduced(self.sketches):
+            return self._update(timed, batch, logprobs)
+
+    def _update(self, timed, batch: Rollout, logprobs) -> dict:
+        config, sketches, ranks = self.config, self.sketches, self.ranks
+        probe = ranks.probe(batch, config.probe_responses)
         contexts = logra.Contexts.of_responses(probe.input_ids, probe.attention_mask, probe.response_mask)
         with timed("update"):
             proposal = self.optimizer.propose()
-            row = {"sketch_norm": math.sqrt(sum(float(s.S_dr.double().square().sum()) for s in sketches.values()))}
+            row = {"sketch_norm": math.sqrt(ranks.total(sum(float(s.S_dr.double().square().sum()) for s in sketches.values())))}
         with timed("probe"):
             trainer = torch.zeros_like(batch.logprobs).masked_scatter(batch.response_mask, logprobs)
             self.control.observe(batch.logprobs, trainer, batch.response_mask & batch.complete[:, None])
             if config.control == "none":
-                q, alpha = logra.predicted_kl(self.model, proposal, contexts, config.probe, config.temperature, config.micro_batch), 1.0
+                q, alpha = ranks.run(logra.predicted_kl, self.model, proposal, contexts, config.probe, config.temperature, config.micro_batch), 1.0
             else:
-                alpha = self.control.scale(self.model, proposal, contexts)
+                alpha = ranks.run(self.control.scale, self.model, proposal, contexts)
                 q = self.control.q
                 row |= {"budget": self.control.budget_now, "kappa": self.control.kappa}
         with timed("update"):
@@ -126,15 +143,21 @@ class LoGRA:
             update = self.applied = self.optimizer.step(alpha)
             self.optimizer.zero_grad()
         with timed("probe"):
-            realised = logra.realised_kl(self.model, update, contexts, temperature=config.temperature, applied=True, micro_batch=config.micro_batch)
+            realised = ranks.run(logra.realised_kl, self.model, update, contexts, temperature=config.temperature, applied=True, micro_batch=config.micro_batch)
         return row | {"alpha": alpha, "predicted_kl": alpha ** 2 * q, "realised_kl": realised}
 
     def state_dict(self) -> dict:
-        rest = None if self.rest is None else self.rest.optimizer.state_dict()
-        return {"optimizer": self.optimizer.state_dict(), "control": self.control.state_dict(), "rest": rest}
+        rest = None if self.rest is None else self.rest.state_dict()
+        return {"optimizer": self.ranks.whole(self._of_rows(self.optimizer.state_dict(), self.ranks.gathered)), "control": self.control.state_dict(), "rest": rest}
 
     def load_state_dict(self, state: dict) -> None:
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(self._of_rows(state["optimizer"], self.ranks.rows))
         self.control.load_state_dict(state["control"])
         if self.rest is not None:
-            self.rest.optimizer.load_state_dict(state["rest"])
+            self.rest.load_state_dict(state["rest"])
+
+    def _of_rows(self, state: dict, change) -> dict:
+        """RowAdam's state with change(v_d, d) in the place of each matrix's statistics."""
+        sizes = [sketch.d for sketch in self.sketches.values()]
+        return state | {"state": {index: {name: change(x, sizes[index]) if name == "v_d" else x for name, x in of_matrix.items()}
+                                  for index, of_matrix in state["state"].items()}}

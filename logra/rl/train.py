@@ -1,14 +1,16 @@
 """The training loop: one update a batch, from prompts to a row of metrics (Algorithm 1).
 
     python -m logra.rl.train CONFIG.yaml [--folder RECORD] [--resume]
+    torchrun --nproc-per-node 4 -m logra.rl.train CONFIG.yaml ...       the same over N ranks: see `rl.ranks`
 
 A run's folder holds config.json, environment.json, metrics.parquet and timings.parquet (one row an update), evaluations.parquet;
-while it runs, log.jsonl, and a checkpoint from which --resume goes on bit for bit. Ctrl-C leaves a checkpoint behind.
+while it runs, log.jsonl, and a checkpoint from which --resume goes on bit for bit, or on another number of ranks. Ctrl-C leaves a checkpoint behind.
 """
 
 import argparse
 import json
 import math
+import os
 import platform
 import shutil
 import sys
@@ -18,6 +20,7 @@ from pathlib import Path
 
 import pandas as pd
 import torch
+import torch.distributed as dist
 import yaml
 
 import logra
@@ -27,24 +30,26 @@ from logra.rl.evaluate import evaluate
 from logra.rl.learner import base_sha256
 from logra.rl.loss import policy_loss, token_logprobs
 from logra.rl.methods import Dense, LoGRA, LoRA
-from logra.rl.placement import base_model, place
+from logra.rl.placement import base_model
+from logra.rl.ranks import Alone, Ranks, launched
 from logra.rl.records import records_root, write_whole
 from logra.rl.rollout import named_seed
 from logra.rl.tasks import task as make_task
 
 
 class Trainer:
-    """A run in one process. `step()` makes one update and returns its metrics; `state_dict()` is all that the next one depends on."""
+    """A run in one process, or this rank's part of one over N ranks. `step()` makes one update and returns its metrics; `state_dict()` is
+    all that the next one depends on, for any number of ranks."""
 
-    def __init__(self, config: RunConfig):
-        self.config = config
+    def __init__(self, config: RunConfig, ranks: Alone | Ranks = Alone()):
+        self.config, self.ranks = config, ranks
         self.model, self.tokenizer = base_model(config.model)
         self.task = make_task(config.task, **config.task_config)
-        self.method = {"logra": LoGRA, "dense": Dense, "lora": LoRA}[config.method](self.model, config)
+        self.method = {"logra": LoGRA, "dense": Dense, "lora": LoRA}[config.method](self.model, config, ranks)
         if config.checkpointing:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        self.rollout = place(config, self.model, self.tokenizer, self.method)
-        self.update, self.baseline = 0, 0.0
+        self.rollout = ranks.place(config, self.model, self.tokenizer, self.method)
+        self.update, self.baseline, self.equal = 0, 0.0, 0   # equal: batches in a row of one reward alone
         self.seconds: dict[str, float] = {}
 
     @contextmanager
@@ -63,7 +68,7 @@ class Trainer:
         with self._timed("rollout"):
             batch = self.rollout.generate([p.prompt for p in problems], named_seed(config.seed, "rollout", u), config.max_new_tokens, config.temperature)
         with self._timed("reward"):
-            scores = rewards.score(self.task, problems, batch.texts, config.incorrect_reward, config.binary_reward)
+            scores = self.ranks.led(lambda: rewards.score(self.task, problems, batch.texts, config.incorrect_reward, config.binary_reward, config.verifier_seconds))
         reward = torch.tensor(scores.rewards)
         advantages = (reward - self.baseline).to(batch.input_ids.device)
         tokens = int(batch.response_mask.sum())
@@ -75,8 +80,9 @@ class Trainer:
             raise FloatingPointError(f"the loss of update {u} is {loss}: nothing was applied")
         row = {"update": u, "reward": float(reward.mean()), "baseline": self.baseline, "loss": loss,
                "length": tokens / len(batch), "truncated": float((~batch.complete).double().mean()), "tokens": tokens,
-               "verifier_failures": scores.failures, "mismatch": float((batch.logprobs[batch.response_mask] - logprobs).double().mean())}
-        row |= self.method.update(self._timed, batch, logprobs)
+               **scores.metrics(), "mismatch": float((batch.logprobs[batch.response_mask] - logprobs).double().mean())}
+        self.equal, warning = rewards.all_equal(scores, self.equal)
+        row |= warning | self.method.update(self._timed, batch, logprobs)
         if config.sync != "none":
             row |= self.rollout.publish(self.method.applied)
             self.seconds["sync"] = self.rollout.seconds
@@ -85,54 +91,56 @@ class Trainer:
         return row
 
     def _backward(self, batch, advantages, tokens) -> tuple[float, torch.Tensor]:
-        """Every micro-batch's backward: the batch's loss, and log π of its generated tokens."""
+        """Every micro-batch's backward: the batch's loss, and log π of its generated tokens. tokens: of the whole batch, whichever rank has them."""
         config, device = self.config, batch.input_ids.device.type
-        loss, logprobs = 0.0, []
-        for start in range(0, len(batch), config.micro_batch):
-            rows = slice(start, start + config.micro_batch)
-            micro = batch[rows]
+
+        def forward(rows, micro):
             with torch.autocast(device, torch.bfloat16, enabled=config.compute == "bfloat16"):
                 logprob = token_logprobs(self.model, micro.input_ids, micro.attention_mask, micro.response_mask, config.temperature)
-            share = policy_loss(logprob, micro, advantages[rows], tokens, config.importance_cap)
+            return policy_loss(logprob, micro, advantages[rows], tokens, config.importance_cap), logprob.detach()
+
+        loss, parts = 0.0, []
+        for rows, micro in self.ranks.micro_batches(batch, config.micro_batch):
+            share, logprob = self.ranks.run(forward, rows, micro)
             share.backward()
             loss += share.item()
-            logprobs.append(logprob.detach())
-        return loss, torch.cat(logprobs)
+            parts.append((rows, micro, logprob))
+        return self.ranks.total(loss), self.ranks.joined(batch, parts)
 
     def evaluate(self) -> dict:
         self.model.eval()
-        return evaluate(self.model, self.tokenizer, self.task, self.config, self.update)
+        row = self.ranks.run(evaluate, self.model, self.tokenizer, self.task, self.config, self.update)
+        return self.ranks.led(lambda: row)                  # of rank 0, should a verifier have run out of time on one of them alone
 
     def state_dict(self) -> dict:
-        return {"update": self.update, "baseline": self.baseline, "model": self.model.state_dict(), "method": self.method.state_dict()}
+        """On rank 0 the whole state; elsewhere without tensors."""
+        return {"update": self.update, "baseline": self.baseline, "equal": self.equal, "model": self.ranks.whole(self.model.state_dict()), "method": self.method.state_dict()}
 
     def load_state_dict(self, state: dict) -> None:
-        self.update, self.baseline = state["update"], state["baseline"]
-        self.model.load_state_dict(state["model"])
+        self.update, self.baseline, self.equal = state["update"], state["baseline"], state.get("equal", 0)
+        own = self.model.state_dict()
+        self.model.load_state_dict({name: self.ranks.own(x, own[name]) if name in own else x for name, x in state["model"].items()})
         self.method.load_state_dict(state["method"])
 
 
 def run(config: RunConfig, folder: Path, resume: bool = True) -> Path:
     """Make the record of one run in `folder`, from its checkpoint if there is one and `resume` is on. Returns the folder.
 
+    Where a process group exists its ranks do this together, each calling it with the same arguments; they see the same folder, and rank 0 writes.
     Raises FileExistsError if the folder holds another run, or this one when resume is off.
     """
+    ranks = Ranks() if dist.is_initialized() else Alone()
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(config.model_dump(), indent=1, sort_keys=True) + "\n"
-    written = folder / "config.json"
-    if written.exists() and (not resume or not config.same_run(json.loads(written.read_text()))):
-        raise FileExistsError(f"{folder} holds {'another' if resume else 'a'} run: give another folder, or --resume to go on with the same configuration")
-    if (folder / "metrics.parquet").exists():
+    if ranks.led(lambda: _begun(config, folder, resume)):
         return folder
-    write_whole(written, text)
     torch.set_num_threads(config.threads)
     torch.use_deterministic_algorithms(True)
-    trainer, log = Trainer(config), folder / "log.jsonl"
+    trainer, log = Trainer(config, ranks), folder / "log.jsonl"
     rows = _restore(trainer, folder, log)
-    write_whole(folder / "environment.json", json.dumps(_environment(config, folder), indent=1) + "\n")
+    if ranks.number == 0:
+        write_whole(folder / "environment.json", json.dumps(_environment(config, folder, ranks.count) | _data(trainer.task), indent=1) + "\n")
     start, done = time.perf_counter(), trainer.update
-    with log.open("a") as stream:
+    with (log if ranks.number == 0 else Path(os.devnull)).open("a") as stream:
         def note(kind, row):
             rows.append({"kind": kind, **row})
             stream.write(json.dumps(rows[-1]) + "\n")
@@ -154,46 +162,77 @@ def run(config: RunConfig, folder: Path, resume: bool = True) -> Path:
                 rate = (time.perf_counter() - start) / (trainer.update - done)
                 _progress(row, trainer, rate * (config.updates - trainer.update), rows)
         except KeyboardInterrupt:
-            print(f"\nstopped after update {trainer.update} of {config.updates}; --resume goes on from the last checkpoint", file=sys.stderr)
+            if ranks.number == 0:
+                print(f"\nstopped after update {trainer.update} of {config.updates}; --resume goes on from the last checkpoint", file=sys.stderr)
             raise
         finally:
             trainer.rollout.close()
+    ranks.led(lambda: _complete(folder, rows, log))
+    return folder
+
+
+def _begun(config: RunConfig, folder: Path, resume: bool) -> bool:
+    """Make the folder, or find it; whether the record in it is whole."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(config.model_dump(), indent=1, sort_keys=True) + "\n"
+    written = folder / "config.json"
+    if written.exists() and (not resume or not config.same_run(json.loads(written.read_text()))):
+        raise FileExistsError(f"{folder} holds {'another' if resume else 'a'} run: give another folder, or --resume to go on with the same configuration")
+    if (folder / "metrics.parquet").exists():
+        return True
+    write_whole(written, text)
+    return False
+
+
+def _complete(folder: Path, rows: list[dict], log: Path) -> None:
     for kind, name in (("evaluation", "evaluations"), ("timings", "timings"), ("metrics", "metrics")):   # metrics last: it marks the record as whole
         frame = pd.DataFrame([row for row in rows if row["kind"] == kind]).drop(columns="kind")
         frame.to_parquet(folder / f".{name}.aside")
         (folder / f".{name}.aside").replace(folder / f"{name}.parquet")
     log.unlink()
     shutil.rmtree(folder / "checkpoint", ignore_errors=True)
-    return folder
 
 
 def _save(trainer: Trainer, folder: Path) -> None:
-    aside = folder / ".checkpoint.aside"
-    torch.save(trainer.state_dict(), aside)
+    state, aside = trainer.state_dict(), folder / ".checkpoint.aside"
+    if trainer.ranks.number != 0:
+        return
+    torch.save(state, aside)
     (folder / "checkpoint").mkdir(exist_ok=True)
     aside.replace(folder / "checkpoint" / "state.pt")
 
 
 def _restore(trainer: Trainer, folder: Path, log: Path) -> list[dict]:
     """Load the checkpoint, if there is one, and the rows up to it; what was logged after it is made again."""
-    state, rows = folder / "checkpoint" / "state.pt", []
-    if state.exists():
-        trainer.load_state_dict(torch.load(state, weights_only=True))
-        rows = [json.loads(line) for line in log.read_text().splitlines() if line.endswith("}")]
+    state = folder / "checkpoint" / "state.pt"
+    if found := trainer.ranks.led(state.exists):
+        trainer.load_state_dict(torch.load(state, weights_only=True, mmap=True))
+
+    def kept():
+        rows = [json.loads(line) for line in log.read_text().splitlines() if line.endswith("}")] if found else []
         rows = [row for row in rows if row.get("number", row["update"]) <= trainer.update]
-    log.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return rows
+        log.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return rows
+
+    return trainer.ranks.led(kept)
 
 
 def _progress(row, trainer, left, rows) -> None:
+    if trainer.ranks.number != 0:
+        return
     evaluations = [r for r in rows if r["kind"] == "evaluation"]
     kl = f"KL {row['predicted_kl']:.1e} → {row['realised_kl']:.1e}  α {row['alpha']:.2f}  " if "alpha" in row else ""
     print(f"update {row['update']}/{trainer.config.updates}  reward {row['reward']:.3f}  {kl}length {row['length']:.1f}  "
           f"{row['tokens'] / sum(trainer.seconds.values()):.0f} tokens/s  Pass@1 {evaluations[-1]['pass_at_1']:.3f}  {left:.0f} s left", flush=True)
 
 
-def _environment(config: RunConfig, folder: Path) -> dict:
-    return {"model_sha256": base_sha256(config.model), "python": platform.python_version(), "torch": torch.__version__, "logra": logra.__version__, "machine": platform.machine(),
+def _data(task) -> dict:
+    """What a task read from files was trained and evaluated on."""
+    return {"data_sha256": task.sha256()} if hasattr(task, "sha256") else {}
+
+
+def _environment(config: RunConfig, folder: Path, ranks: int) -> dict:
+    return ({"ranks": ranks} if ranks > 1 else {}) | {"model_sha256": base_sha256(config.model), "python": platform.python_version(), "torch": torch.__version__, "logra": logra.__version__, "machine": platform.machine(),
             "command": f"python -m logra.rl.train {folder.name}/config.json", "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
 
 
@@ -205,10 +244,16 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     config = RunConfig(**(yaml.safe_load(options.config.read_text()) or {}))
     folder = options.folder or records_root() / f"{config.name}-{config.hash()}"
+    ours = launched()
     try:
-        print(run(config, folder, options.resume))
+        made = run(config, folder, options.resume)
+        if not ours or dist.get_rank() == 0:
+            print(made)
     except KeyboardInterrupt:
         return 130
+    finally:
+        if ours:
+            dist.destroy_process_group()
     return 0
 
 
