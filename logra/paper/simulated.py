@@ -32,7 +32,7 @@ TYPICAL = 1024                                              # tokens of a respon
 ASSUMPTIONS = ("fp32 weights sharded over 4 GPUs (FSDP2), gathered in bf16, embedding and head through forward and backward; fp32 gradients and moments of the attention and "
                "MLP projections alone; every layer checkpointed; whole fp32 logits beside bf16 ones, their gradient written over them; S, A and a second d×r buffer in fp32, whole on "
                f"every GPU; one 4,096-token response a micro-batch; JVP probe of one response with eager attention, {TYPICAL:,} tokens in the average, 4,096 in the peak; "
-               "no streams, workspaces, fragmentation")
+               "no streams, workspaces, fragmentation; a set chosen with the printed averages in view")
 RIVALS = {
     "the assumptions": {},
     "no second d×r buffer": dict(resident_factor=False),
