@@ -11,6 +11,7 @@ matrix is taken for several minibatches. Each G meets projections of four condit
 
 import random
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +21,7 @@ from tqdm import tqdm
 
 from logra import projection, theory
 from logra.rl import loss, models, rewards, rollout
+from logra.rl.records import cores
 from logra.rl.tasks import Problem
 
 CONDITIONS = {"fixed": "rademacher", "rademacher": "rademacher", "gaussian": "gaussian", "hadamard": "hadamard"}
@@ -170,14 +172,20 @@ def measure(settings: Settings, progress: bool = True) -> tuple[pd.DataFrame, pd
             continue
         used += 1
         add_gradients(model, sampled, reward_b - reward_b.mean(), settings.micro_batch)
-        for name, weight in matrices.items():
+
+        def one(name: str, weight: torch.nn.Parameter) -> tuple[dict, pd.DataFrame]:
             G_dk, weight.grad = weight.grad, None
             layer, matrix = MATRIX.search(name).groups()
             place = {"layer": int(layer), "matrix": matrix, "d": G_dk.shape[0], "k": G_dk.shape[1]}
             R_dk = compact(G_dk)
-            gradients.append({**place, "minibatch": used, "norm": G_dk.norm().item(), **concentration(R_dk)})
-            cosines.append(compare(name, R_dk, settings.conditions, used, settings.ranks, settings.projection_seeds).assign(**place))
-            bar.update()
+            return ({**place, "minibatch": used, "norm": G_dk.norm().item(), **concentration(R_dk)},
+                    compare(name, R_dk, settings.conditions, used, settings.ranks, settings.projection_seeds).assign(**place))
+
+        with ThreadPoolExecutor(cores()) as pool:            # matrices side by side, each on one thread: its sums do not depend on the machine
+            for gradient, table in pool.map(one, *zip(*matrices.items())):
+                gradients.append(gradient)
+                cosines.append(table)
+                bar.update()
     bar.close()
     return pd.concat(cosines, ignore_index=True), pd.DataFrame(gradients), pd.concat(responses, ignore_index=True)
 
