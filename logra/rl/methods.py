@@ -104,8 +104,7 @@ class LoGRA:
         self.model, self.config, self.ranks = model, config, ranks
         self.sketches = logra.attach(model, config.rank, config.projection, config.seed, config.refresh, modules=selected(model, config),
                                      freeze_rest=config.trainable == "selected", keep_projections=ranks.count == 1)
-        if ranks.count > 1:
-            self.sketches.base                              # while the weights are whole
+        self.sketches.base                                  # while the weights are whole, and those of no update
         ranks.shard(model)
         step = dict(relative_step=config.relative_step, bits=config.bits)
         self.optimizer = (logra.RowAdam(self.sketches, beta2=config.beta2, **step) if config.optimizer == "rowadam"
