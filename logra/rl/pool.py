@@ -2,8 +2,10 @@
 
 A verifier parses what a policy wrote: it may loop without end inside sympy, ask for a number of a trillion digits, or recurse until
 the C stack is gone. So each call is timed by its own worker: an alarm whose action is left to the system ends the process, in the
-middle of C code too, and of a worker whose parent has died. pebble's pool sees the end, starts another worker and goes on.
-Workers are forked from a server that has imported the verifiers (never from the caller, which has threads and may hold a GPU).
+middle of C code too, and of a worker whose parent has died. The parent gave each worker its call and waits for its answer or
+its end, so it always knows which call a dead worker had; it starts another worker and goes on. (A pool of the standard library
+breaks when a worker dies; pebble's stood still when the parent had been slower than a worker's death, on a crowded machine.)
+Workers are forked from a server that has imported the verifiers, never from the caller, which has threads and may hold a GPU.
 """
 
 from __future__ import annotations
@@ -13,21 +15,20 @@ import os
 import resource
 import signal
 import sys
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import TimeoutError, wait
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import connection, get_context
 from typing import Literal
 
 from logra.rl.records import cores
 
 _WORKERS = 16                                               # at most: a batch of 128 needs no more
-_GRACE = 2.0                                                # seconds after which pebble ends a worker that disarmed its alarm
-_START = 120.0                                              # seconds that starting the workers may take, on a crowded machine
+_GRACE = 2.0                                                # seconds after which the parent ends a worker that disarmed its alarm
+_START = 120.0                                              # seconds that a worker may take to start, on a crowded machine
 _MEMORY = 2 << 30                                           # bytes that a call may add to what a worker begins with
-_held: tuple[int, object] | None = None                     # (process, pool): a forked copy of a pool has no threads
 
 
 class Unparsable(ValueError):
@@ -43,69 +44,117 @@ class Verdict:
     reason: str = ""
 
 
+class Worker:
+    """One process, and the parent's end of the pipe to it. `number`: the call that it has; None before it is ready, and between calls."""
+
+    def __init__(self, context):
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.ready, self.number, self.deadline = False, None, time.monotonic() + _START
+
+    def give(self, number: int, call: tuple, limit: float) -> None:
+        """Raises OSError if the process is gone, and what pickling raises."""
+        self.pipe.send((*call, limit))
+        self.number, self.deadline = number, time.monotonic() + limit + _GRACE
+
+    def end(self) -> Verdict:
+        """Makes sure that the process is gone; what its call came to."""
+        late = self.process.is_alive() and time.monotonic() > self.deadline
+        if not late:
+            self.process.join(5)
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+        code = self.process.exitcode
+        return Verdict("timed out", 0.0, "ended by its alarm" if not late else "ended by the parent") if late or code == -signal.SIGALRM else Verdict("crashed", 0.0, f"exit code {code}")
+
+
+_held: tuple[int, list[Worker]] | None = None               # (process, workers): a forked copy must leave its parent's alone
+
+
 def verdicts(calls: Sequence[tuple[Callable, str, object]], limit: float) -> list[Verdict]:
     """judge(response, problem) for each (judge, response, problem), in worker processes; in the calls' order.
 
-    limit: seconds of wall clock that one call may take. The judge and the problem must be picklable.
+    limit: seconds of wall clock that one call may take. The judge and the problem must be picklable. Raises RuntimeError if workers
+    die before they are ready, again and again.
     """
-    found: list[Verdict | None] = [None] * len(calls)
-    for attempt in (1, 2, 3):                               # a pool that broke (its idle workers were killed) is replaced
-        left = [number for number, verdict in enumerate(found) if verdict is None]
-        if not left:
-            break
-        pool = _pool()
-        futures = {number: pool.schedule(_call, (*calls[number], limit), timeout=limit + _GRACE) for number in left}
-        rounds = -(-len(left) // min(cores(), _WORKERS))
-        standing = wait(futures.values(), _START + rounds * (limit + _GRACE)).not_done
-        for number, future in futures.items():
-            found[number] = Verdict("crashed", 0.0, "the pool of workers stood still") if future in standing else _outcome(future)
-        if standing or None in found:
-            close()
-    return [verdict or Verdict("crashed", 0.0, "the pool of workers broke three times") for verdict in found]
+    if not calls:
+        return []
+    workers, found, todo, stillborn = _workers(), [None] * len(calls), deque(range(len(calls))), 0
+    try:
+        while None in found:
+            for worker in workers:
+                while todo and worker.ready and worker.number is None:
+                    number = todo.popleft()
+                    try:
+                        worker.give(number, calls[number], limit)
+                    except OSError:                         # it died idle; the wait below sees it
+                        todo.appendleft(number)
+                        break
+                    except Exception as error:              # the call could not be pickled
+                        found[number] = Verdict("raised", 0.0, f"{type(error).__name__}: {error}"[:200])
+            watched = {end: worker for worker in workers for end in (worker.pipe, worker.process.sentinel)}
+            live = [worker for worker in workers if not worker.ready or worker.number is not None]
+            first = min((worker.deadline for worker in live), default=0.0)
+            ended = {watched[end] for end in connection.wait(watched, max(0.0, first - time.monotonic()))}
+            for index, worker in enumerate(workers):
+                answer = _answer(worker) if worker in ended else None
+                if answer is not None:
+                    if worker.ready:
+                        found[worker.number] = Verdict(*answer)
+                    worker.ready, worker.number = True, None
+                elif worker in ended or (worker in live and time.monotonic() > worker.deadline):
+                    verdict = worker.end()
+                    stillborn = 0 if worker.ready else stillborn + 1
+                    if stillborn > 3 * len(workers):
+                        raise RuntimeError(f"{stillborn} workers in a row died as they started ({verdict.reason}): try `python -c 'import logra.rl.warm'`")
+                    if worker.number is not None:
+                        found[worker.number] = verdict
+                    workers[index] = Worker(_context())
+    except BaseException:
+        close()                                             # interrupted: workers may hold calls that nobody waits for
+        raise
+    return found
 
 
 def close() -> None:
     """Ends the workers; the next call starts others."""
     global _held
-    if _held is not None and _held[0] == os.getpid():
-        _held[1].stop()
-        with suppress(TimeoutError):
-            _held[1].join(timeout=10)
-    _held = None
+    held, _held = _held, None
+    if held is not None and held[0] == os.getpid():
+        for worker in held[1]:
+            worker.process.kill()
+            worker.process.join()
+            worker.pipe.close()
 
 
-def _pool():
+def _workers() -> list[Worker]:
     global _held
-    if _held is None or _held[0] != os.getpid() or not _held[1].active:
-        from pebble import ProcessPool                      # what needs no workers does not need pebble
-
-        close()
-        context = get_context("forkserver")
-        main = getattr(sys.modules["__main__"], "__spec__", None)      # a worker imports the caller's main module: let the server have its imports
-        context.set_forkserver_preload(["logra.rl.warm", *([main.name] if main and not main.name.endswith("__main__") else [])])
-        _held = os.getpid(), ProcessPool(min(cores(), _WORKERS), initializer=_begin, context=context)
+    if _held is None or _held[0] != os.getpid():
+        _held = os.getpid(), [Worker(_context()) for _ in range(min(cores(), _WORKERS))]
     return _held[1]
 
 
-def _outcome(future) -> Verdict | None:
-    """The verdict of a finished call; None if it has to be made again."""
-    from pebble import ProcessExpired
-
-    try:
-        return Verdict(*future.result())
-    except TimeoutError:
-        return Verdict("timed out", 0.0, "ended by the pool")
-    except ProcessExpired as error:
-        return Verdict("timed out", 0.0, "ended by its alarm") if error.exitcode == -signal.SIGALRM else Verdict("crashed", 0.0, f"exit code {error.exitcode}")
-    except BrokenProcessPool:
-        return None
-    except Exception as error:                              # it could not be pickled
-        return Verdict("raised", 0.0, repr(error)[:200])
+def _context():
+    context = get_context("forkserver")
+    main = getattr(sys.modules["__main__"], "__spec__", None)      # a worker imports the caller's main module: let the server have its imports
+    context.set_forkserver_preload(["logra.rl.warm", *([main.name] if main and not main.name.endswith("__main__") else [])])
+    return context
 
 
-def _begin() -> None:
-    """In a worker, once: silent, easy to end, bounded in memory, and past the cost of a first expression if its server was not."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)           # a handler in Python would wait for C code to return
+def _answer(worker: Worker) -> tuple | None:
+    """What the worker sent; None if it is gone."""
+    with suppress(EOFError, OSError):
+        if worker.pipe.poll():
+            return worker.pipe.recv()
+    return None
+
+
+def _serve(pipe) -> None:
+    """A worker: silent, bounded in memory, past the cost of a first expression; then one call after another until the parent is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)            # Ctrl-C is the parent's
     nowhere = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):                                # parsers write their complaints there
         os.dup2(nowhere, stream)
@@ -115,6 +164,17 @@ def _begin() -> None:
         with open("/proc/self/statm") as stream:
             size = int(stream.read().split()[0]) * resource.getpagesize() + _MEMORY
         resource.setrlimit(resource.RLIMIT_AS, (size, size))
+    pipe.send(("ready",))
+    with suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        while True:
+            try:
+                call = pipe.recv()
+            except (EOFError, OSError):
+                raise
+            except Exception as error:                      # what it names is not importable here
+                pipe.send(("raised", 0.0, f"{type(error).__name__}: {error}"[:200]))
+            else:
+                pipe.send(_call(*call))
 
 
 def _call(judge: Callable, response: str, problem, limit: float) -> tuple[str, float, str]:

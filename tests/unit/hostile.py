@@ -127,11 +127,10 @@ def main(count: int = 1000, limit: float = 1.0) -> dict:
             else:
                 longest = max(longest, (round(end - json.loads(own.read_text())[0], 2), kind))
     hostile = [verdict for call, verdict in zip(calls, found) if call[0] is timed]
-    workers = pool._held[1]._pool_manager.worker_manager.workers
     return {"hostile": dict(Counter(verdict.kind for verdict in hostile)), "credited": [given[i][1][:60] for i, verdict in enumerate(hostile) if verdict.value],
             "honest right": sum(verdict.value for call, verdict in zip(calls, found) if call[0] is not timed), "honest": len(calls) - count,
             "seconds": round(seconds, 1), "per second": round(len(calls) / seconds, 2), "longest call": longest, "calls without a known end": unknown,
-            "workers alive": sum(worker.is_alive() for worker in workers.values()), "limit": limit}
+            "workers alive": sum(worker.process.is_alive() for worker in pool._held[1]), "limit": limit}
 
 
 if __name__ == "__main__":

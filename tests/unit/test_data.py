@@ -84,7 +84,6 @@ def half(response, answer):
 
 
 def test_a_users_own_task_is_a_file_and_a_function(tmp_path):
-    pytest.importorskip("pebble")
     train = lines(tmp_path / "t.jsonl", [{"prompt": "p", "answer": "a"}])
     evaluation = lines(tmp_path / "e.jsonl", [{"prompt": "q", "answer": "b", "task": "letters"}, {"prompt": "r", "answer": "c"}])
     config = RunConfig(task="jsonl", task_config={"train": train, "evaluation": evaluation, "verifier": "test_data:half"})

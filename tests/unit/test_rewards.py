@@ -3,18 +3,19 @@
 import ctypes
 import os
 import signal
+import subprocess
 import sys
+import threading
 import time
 
 import psutil
 import pytest
 
-pytest.importorskip("pebble", reason="the workers need pebble")
+from hostile import answers
 
-from hostile import answers  # noqa: E402
-from logra.rl import pool, rewards, verifiers  # noqa: E402
-from logra.rl.pool import Unparsable  # noqa: E402
-from logra.rl.tasks import Problem, Sums  # noqa: E402
+from logra.rl import pool, rewards, verifiers
+from logra.rl.pool import Unparsable
+from logra.rl.tasks import Problem, Sums
 
 LIMIT = 1.0
 
@@ -68,12 +69,47 @@ def test_each_way_to_fail_costs_one_reward_and_is_counted(kind):
     assert scores(["half"], binary=False).rewards == [0.5]
 
 
-def test_a_pool_whose_idle_workers_were_killed_is_replaced():
+def test_workers_that_died_between_batches_are_replaced():
     assert scores(["right"] * 4).rewards == [1.0] * 4
-    for worker in pool._held[1]._pool_manager.worker_manager.workers.values():
-        os.kill(worker.pid, signal.SIGKILL)
-    time.sleep(0.5)
-    assert scores(["right"] * 4).rewards == [1.0] * 4
+    for worker in pool._held[1]:
+        os.kill(worker.process.pid, signal.SIGKILL)
+    time.sleep(0.2)
+    found = scores(["right", "half"] * 4, binary=False)
+    assert found.rewards == [1.0, 0.5] * 4 and found.failures == 0
+
+
+def test_a_death_that_the_parent_sees_late_is_of_its_own_call():
+    """The parent is stopped for longer than the limit, while its workers end: afterwards each death is still the right call's."""
+    scores(["right"])
+    wake = subprocess.Popen([sys.executable, "-c", f"import os, signal, time; time.sleep(0.1); os.kill({os.getpid()}, signal.SIGSTOP); time.sleep({4 * LIMIT}); os.kill({os.getpid()}, signal.SIGCONT)"])
+    found = scores(["loop", "right"] * 4)
+    assert wake.wait() == 0 and found.rewards == [0.0, 1.0] * 4 and found.kinds["timed out"] == 4
+
+
+def test_a_call_that_cannot_be_sent_is_counted_and_an_interrupt_leaves_no_worker():
+    problem = Problem("p", "a", "misbehaving", 0, {}, misbehave)
+    assert [verdict.kind for verdict in pool.verdicts([(lambda response, problem: 1.0, "right", problem), (misbehave, "right", problem)], LIMIT)] == ["raised", "scored"]
+    workers = [worker.process for worker in pool._held[1]]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        threading.Timer(LIMIT / 2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            pool.verdicts([(misbehave, "sleep", problem)], 60.0)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert pool._held is None and not any(worker.is_alive() for worker in workers)
+
+
+def test_workers_that_cannot_start_are_an_error(monkeypatch):
+    pool.close()
+    monkeypatch.setattr(pool, "_serve", misbehave_at_once)
+    with pytest.raises(RuntimeError, match=r"workers in a row died as they started \(exit code 7\)"):
+        scores(["right"])
+    assert pool._held is None
+
+
+def misbehave_at_once(pipe):
+    os._exit(7)
 
 
 def test_hostile_answers_lose_no_worker_and_no_honest_answer():
@@ -86,13 +122,12 @@ def test_hostile_answers_lose_no_worker_and_no_honest_answer():
     assert found.rewards[1::2] == [1.0] * 66
     assert not any(found.rewards[::2]), [given[i][:80] for i, reward in enumerate(found.rewards[::2]) if reward]
     assert time.perf_counter() - start < pool._START + 66 * (LIMIT + pool._GRACE), "the limit did not hold"
-    workers = pool._held[1]._pool_manager.worker_manager.workers
-    time.sleep(0.5)
-    assert len(workers) == min(pool.cores(), pool._WORKERS) and all(psutil.pid_exists(pid) for pid in workers)
+    assert len(pool._held[1]) == min(pool.cores(), pool._WORKERS) and all(worker.process.is_alive() for worker in pool._held[1])
+    assert not [child for child in psutil.Process().children(recursive=True) if child.status() == psutil.STATUS_ZOMBIE]
 
 
 def test_a_task_without_a_judge_stays_in_this_process(monkeypatch):
-    monkeypatch.setattr(pool, "_pool", None)                # a worker would raise
+    monkeypatch.setattr(pool, "_workers", None)             # a worker would raise
     found = rewards.score(Sums(), [Sums().problem("train", 0)], ["1"])
     assert found.kinds is None and found.metrics() == {"verifier_failures": 0}
 
