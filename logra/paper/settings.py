@@ -17,6 +17,7 @@ from logra.paper.printed import table
 from logra.paper.provenance import ROOT, log_input
 from logra.rl.config import RunConfig
 from logra.rl.methods import AdamW
+from logra.rl.ranks import Alone
 
 UNSTATED = "not stated"
 
@@ -77,7 +78,7 @@ def _short(value: float) -> str:
 def _group(config: RunConfig) -> dict[str, Any]:
     """The parameter group of the optimizer that a run of this configuration has."""
     if config.method == "dense":
-        return AdamW([nn.Parameter(torch.zeros(1))], config).optimizer.param_groups[0]
+        return AdamW([nn.Parameter(torch.zeros(1))], config, Alone()).optimizer.param_groups[0]
     sketches = logra.attach(nn.ModuleDict({"layer": nn.Linear(2, 2)}), 1, modules=["layer"])
     made = logra.RowAdam(sketches, beta2=config.beta2, relative_step=config.relative_step) if config.optimizer == "rowadam" else logra.SketchSGD(sketches, relative_step=config.relative_step)
     return made.param_groups[0]
