@@ -174,8 +174,12 @@ def fits(models: list[str], cards: list[str], contexts: list[int], rank: int) ->
         number, size = card.split(" x ")
         room = float(size) * 1e9 / GIB
         for model in models:
-            near, far = ({row["phase"]: row["gib"] for row in _flat(model, replace(memory.LEAST, rank=rank, gpus=int(number), context=context, probe_tokens=context))}
-                         for context in contexts)
+            rows = [_flat(model, replace(memory.LEAST, rank=rank, gpus=int(number), context=contexts[0], probe_tokens=contexts[0]))]
+            if min(row[Category.WEIGHTS.value] for row in rows[0]) > room:       # no context fits; a second ledger would take long to say so
+                found.append({"model": model, "cards": card, "room_gib": room, f"gib_at_{contexts[0]}": max(row["gib"] for row in rows[0]), "longest_context": 0})
+                continue
+            rows.append(_flat(model, replace(memory.LEAST, rank=rank, gpus=int(number), context=contexts[1], probe_tokens=contexts[1])))
+            near, far = ({row["phase"]: row["gib"] for row in phases} for phases in rows)
             slopes = {phase: (far[phase] - near[phase]) / (contexts[1] - contexts[0]) for phase in near}
             longest = min(contexts[0] + (room - near[phase]) / slope if slope > 0 else math.inf if near[phase] <= room else 0 for phase, slope in slopes.items())
             found.append({"model": model, "cards": card, "room_gib": room, **{f"gib_at_{context}": max(need.values()) for context, need in zip(contexts, (near, far))},
