@@ -23,7 +23,6 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from functools import partial
 
 from logra.rl import verifiers
 from logra.rl.tasks import Problem, Split, check
@@ -169,8 +168,8 @@ def own(path: str, verifier: str = "math") -> list[Problem]:
     if judge is None:
         if not re.fullmatch(r"[\w.]+:[\w.]+", verifier):
             raise ValueError(f"verifier is {verifier!r}: wanted math, exact, or module:function")
-        verifiers.resolve_name(verifier)                    # a name that does not exist is said before anything is trained
-        judge = partial(verifiers.named, verifier)
+        judge = verifiers.Named(verifier)
+        judge.prepare(None)                                 # a name that does not exist is said before anything is trained
     found = []
     for number, row in enumerate(rows(path)):
         if not {"prompt", "answer"} <= row.keys():

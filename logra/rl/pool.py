@@ -27,7 +27,7 @@ from logra.rl.records import cores
 
 _WORKERS = 16                                               # at most: a batch of 128 needs no more
 _GRACE = 2.0                                                # seconds after which the parent ends a worker that disarmed its alarm
-_START = 120.0                                              # seconds that a worker may take to start, on a crowded machine
+_START = 120.0                                              # seconds to start a worker, or to import what a call needs, on a crowded machine
 _MEMORY = 2 << 30                                           # bytes that a call may add to what a worker begins with
 
 
@@ -45,7 +45,8 @@ class Verdict:
 
 
 class Worker:
-    """One process, and the parent's end of the pipe to it. `number`: the call that it has; None before it is ready, and between calls."""
+    """One process, and the parent's end of the pipe to it. `number`: the call that it has; None before it is ready, and between calls.
+    `deadline`: when the parent ends it, should it still not have started, begun or answered."""
 
     def __init__(self, context):
         self.pipe, theirs = context.Pipe()
@@ -57,7 +58,10 @@ class Worker:
     def give(self, number: int, call: tuple, limit: float) -> None:
         """Raises OSError if the process is gone, and what pickling raises."""
         self.pipe.send((*call, limit))
-        self.number, self.deadline = number, time.monotonic() + limit + _GRACE
+        self.number, self.deadline = number, time.monotonic() + _START
+
+    def begun(self, limit: float) -> None:
+        self.deadline = time.monotonic() + limit + _GRACE
 
     def end(self) -> Verdict:
         """Makes sure that the process is gone; what its call came to."""
@@ -77,8 +81,9 @@ _held: tuple[int, list[Worker]] | None = None               # (process, workers)
 def verdicts(calls: Sequence[tuple[Callable, str, object]], limit: float) -> list[Verdict]:
     """judge(response, problem) for each (judge, response, problem), in worker processes; in the calls' order.
 
-    limit: seconds of wall clock that one call may take. The judge and the problem must be picklable. Raises RuntimeError if workers
-    die before they are ready, again and again.
+    limit: seconds of wall clock that one call may take. The judge and the problem must be picklable; what a judge imports or reads once,
+    its attribute prepare(problem) may do, where it has one, before the time runs. Raises RuntimeError if workers die before they are
+    ready, again and again.
     """
     if not calls:
         return []
@@ -101,7 +106,9 @@ def verdicts(calls: Sequence[tuple[Callable, str, object]], limit: float) -> lis
             ended = {watched[end] for end in connection.wait(watched, max(0.0, first - time.monotonic()))}
             for index, worker in enumerate(workers):
                 answer = _answer(worker) if worker in ended else None
-                if answer is not None:
+                if answer == ("begun",):
+                    worker.begun(limit)
+                elif answer is not None:
                     if worker.ready:
                         found[worker.number] = Verdict(*answer)
                     worker.ready, worker.number = True, None
@@ -174,14 +181,16 @@ def _serve(pipe) -> None:
             except Exception as error:                      # what it names is not importable here
                 pipe.send(("raised", 0.0, f"{type(error).__name__}: {error}"[:200]))
             else:
-                pipe.send(_call(*call))
+                pipe.send(_call(pipe, *call))
 
 
-def _call(judge: Callable, response: str, problem, limit: float) -> tuple[str, float, str]:
+def _call(pipe, judge: Callable, response: str, problem, limit: float) -> tuple[str, float, str]:
     """In a worker: one call under an alarm."""
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_REAL, limit)
     try:
+        getattr(judge, "prepare", lambda problem: None)(problem)
+        pipe.send(("begun",))
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, limit)
         value = float(judge(response, problem))
         if not 0.0 <= value <= 1.0 or math.isnan(value):
             return "raised", 0.0, f"scored {value}, outside [0, 1]"

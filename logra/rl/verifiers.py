@@ -107,6 +107,21 @@ def _scorer(generator: str, config: str):
     return reasoning_gym.create_dataset(generator, size=1, seed=0, **json.loads(config)).score_answer
 
 
-def named(name: str, response: str, problem) -> float:
-    """The user's own function at `module:function`, called as function(response, problem.answer)."""
-    return resolve_name(name)(response, problem.answer)
+def _prepare(problem) -> None:
+    _scorer(problem.meta["generator"], json.dumps(problem.meta["config"], sort_keys=True))
+
+
+reasoning_gym.prepare = _prepare                            # importing the package and reading codeio's programs takes seconds
+
+
+class Named:
+    """A user's own function at `module:function`, called as function(response, problem.answer)."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def prepare(self, problem) -> None:
+        resolve_name(self.name)
+
+    def __call__(self, response: str, problem) -> float:
+        return resolve_name(self.name)(response, problem.answer)

@@ -86,6 +86,23 @@ def test_a_death_that_the_parent_sees_late_is_of_its_own_call():
     assert wake.wait() == 0 and found.rewards == [0.0, 1.0] * 4 and found.kinds["timed out"] == 4
 
 
+def slow_to_import(response, problem):
+    return float(os.environ["LOGRA_PREPARED"] == response)
+
+
+def _prepare(problem):
+    time.sleep(2 * LIMIT + pool._GRACE)
+    os.environ["LOGRA_PREPARED"] = "right"
+
+
+slow_to_import.prepare = _prepare
+
+
+def test_what_a_judge_prepares_is_not_on_the_clock():
+    problem = Problem("p", "a", "misbehaving", 0, {}, slow_to_import)
+    assert rewards.score(Misbehaving(), [problem] * 2, ["right", "wrong"], limit=LIMIT).rewards == [1.0, 0.0]
+
+
 def test_a_call_that_cannot_be_sent_is_counted_and_an_interrupt_leaves_no_worker():
     problem = Problem("p", "a", "misbehaving", 0, {}, misbehave)
     assert [verdict.kind for verdict in pool.verdicts([(lambda response, problem: 1.0, "right", problem), (misbehave, "right", problem)], LIMIT)] == ["raised", "scored"]
