@@ -206,9 +206,9 @@ TASKS = {"dapo_math": dapo_math, "gsm8k": gsm8k_task, "jsonl": jsonl, "reasoning
 
 
 def normalised(text: str) -> str:
-    """A problem without what typesetting changes: case, blanks, punctuation, dollar signs, spacing commands."""
+    """A problem without what typesetting changes: case, blanks, dollar signs, spacing commands, punctuation behind a word."""
     text = re.sub(r"\\(?:left|right|[,;!:]|quad|qquad|displaystyle|text|mathrm|dfrac|tfrac)\b|\\[,;!: ]", " ", text.lower())
-    return re.sub(r"[^\w+\-*/=<>^\\]+", "", text)
+    return re.sub(r"[\s$]+", "", re.sub(r"(?<=[\w$)}])[.,;:!?]+(?=\s|\Z)", "", text))
 
 
 def overlap(train: Iterable[Problem], evaluation: Iterable[Problem]) -> dict:

@@ -118,6 +118,7 @@ def test_overlap_sees_through_template_and_typesetting():
     train = of("Find $x$ if $x^2=4$.", r"Compute $\left(1+2\right)\cdot 3$.", "Other")
     found = data.overlap(train, of("Find $x$ if $x^2=4$.", r"compute  $(1+2) \cdot 3$", "Find $x$ if $x^2=-4$.", "another"))
     assert found == {"exact": [0], "normalised": [0, 1]}
+    assert data.overlap(of("X . O\n. . X"), of("X O .\n. . X", "x . O\n. . X")) == {"exact": [], "normalised": [1]}, "a board's dots are no punctuation"
 
 
 def test_the_report_counts_tasks_and_names_hashes(tmp_path):
