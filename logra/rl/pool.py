@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import connection, get_context
+from types import ModuleType
 from typing import Literal
 
 from logra.rl.records import cores
@@ -51,7 +52,12 @@ class Worker:
     def __init__(self, context):
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
-        self.process.start()
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType("__main__")    # else each worker would run the caller's script again, guarded or not
+        try:
+            self.process.start()
+        finally:
+            sys.modules["__main__"] = main
         theirs.close()
         self.ready, self.number, self.deadline = False, None, time.monotonic() + _START
 
@@ -81,12 +87,14 @@ _held: tuple[int, list[Worker]] | None = None               # (process, workers)
 def verdicts(calls: Sequence[tuple[Callable, str, object]], limit: float) -> list[Verdict]:
     """judge(response, problem) for each (judge, response, problem), in worker processes; in the calls' order.
 
-    limit: seconds of wall clock that one call may take. The judge and the problem must be picklable; what a judge imports or reads once,
-    its attribute prepare(problem) may do, where it has one, before the time runs. Raises RuntimeError if workers die before they are
-    ready, again and again.
+    limit: seconds of wall clock that one call may take. The judge, of an importable module, and the problem must be picklable; what a judge imports or reads once,
+    its attribute prepare(problem) may do, where it has one, before the time runs. Raises ValueError for a judge of the caller's script
+    or notebook, RuntimeError if workers die before they are ready, again and again.
     """
     if not calls:
         return []
+    if own := {judge for judge, _, _ in calls if getattr(judge, "__module__", None) == "__main__"}:
+        raise ValueError(f"{own.pop()!r} is of __main__, which workers do not run: put it into a module of its own and import it")
     workers, found, todo, stillborn = _workers(), [None] * len(calls), deque(range(len(calls))), 0
     try:
         while None in found:
@@ -146,8 +154,7 @@ def _workers() -> list[Worker]:
 
 def _context():
     context = get_context("forkserver")
-    main = getattr(sys.modules["__main__"], "__spec__", None)      # a worker imports the caller's main module: let the server have its imports
-    context.set_forkserver_preload(["logra.rl.warm", *([main.name] if main and not main.name.endswith("__main__") else [])])
+    context.set_forkserver_preload(["logra.rl.warm"])
     return context
 
 

@@ -95,7 +95,7 @@ def reasoning_gym(response: str, problem) -> float:
     from reasoning_gym.utils import extract_answer
 
     answer = extract_answer(response, "answer")
-    if answer is None or len(answer) > _LONGEST_TAGGED:
+    if answer is None or (len(answer) > _LONGEST_TAGGED and answer != problem.answer.strip()):
         raise Unparsable("no <answer>…</answer>" if answer is None else f"an answer of {len(answer)} characters")
     return float(_scorer(problem.meta["generator"], json.dumps(problem.meta["config"], sort_keys=True))(answer, problem.meta["entry"]))
 

@@ -134,4 +134,6 @@ def main(count: int = 1000, limit: float = 1.0) -> dict:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(int(sys.argv[1]) if sys.argv[1:] else 1000, float(sys.argv[2]) if sys.argv[2:] else 1.0), indent=1))
+    from hostile import main as imported                    # workers import what they run: not from a script
+
+    print(json.dumps(imported(int(sys.argv[1]) if sys.argv[1:] else 1000, float(sys.argv[2]) if sys.argv[2:] else 1.0), indent=1))

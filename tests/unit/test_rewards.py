@@ -15,6 +15,7 @@ from hostile import answers
 
 from logra.rl import pool, rewards, verifiers
 from logra.rl.pool import Unparsable
+from logra.rl.records import ROOT
 from logra.rl.tasks import Problem, Sums
 
 LIMIT = 1.0
@@ -115,6 +116,19 @@ def test_a_call_that_cannot_be_sent_is_counted_and_an_interrupt_leaves_no_worker
     finally:
         signal.signal(signal.SIGINT, before)
     assert pool._held is None and not any(worker.is_alive() for worker in workers)
+
+
+def test_a_script_without_a_guard_is_not_run_again_by_the_workers(tmp_path, monkeypatch):
+    (tmp_path / "script.py").write_text("""
+from logra.rl import rewards, verifiers
+from logra.rl.tasks import Problem
+print("once", rewards.score(None, [Problem("p", "34", "m", 0, {}, verifiers.math)] * 2, ["Answer: 34", "35"]).rewards)
+""")
+    made = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert (made.stdout, made.returncode) == ("once [1.0, 0.0]\n", 0), made.stderr
+    monkeypatch.setattr(misbehave, "__module__", "__main__")
+    with pytest.raises(ValueError, match="misbehave.* is of __main__"):
+        scores(["right"])
 
 
 def test_workers_that_cannot_start_are_an_error(monkeypatch):
