@@ -281,8 +281,8 @@ class Receiver:
         masters = {id(slot): slot.master() for slot in self._each()} if self.mode == "exact" and dtype == torch.bfloat16 else {}
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
-        for now, held in zip(whole(model), (self.slots, self.rest)):
-            for name, slots in now.items():
+        for current, held in zip(whole(model), (self.slots, self.rest)):
+            for name, slots in current.items():
                 held[name][0].tensor = slots[0].tensor
         for slot in self._each():
             if id(slot) in masters:

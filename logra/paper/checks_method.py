@@ -5,7 +5,6 @@ Each function is named by a row of data/paper/claims.csv and returns a number in
 """
 from __future__ import annotations
 
-import copy
 import functools
 import math
 

@@ -293,8 +293,8 @@ def dealt(tokens: list[int], ranks: int) -> list[list[int]]:
     """Which responses each rank has, in the batch's order: numbers that differ by one at most, and much the same tokens."""
     longest = sorted(range(len(tokens)), key=lambda row: -tokens[row])
     hands = [[] for _ in range(ranks)]
-    for place, row in enumerate(longest):                   # to and fro
-        turn, seat = divmod(place, ranks)
+    for position, row in enumerate(longest):                # to and fro
+        turn, seat = divmod(position, ranks)
         hands[ranks - 1 - seat if turn % 2 else seat].append(row)
     return [sorted(hand) for hand in hands]
 

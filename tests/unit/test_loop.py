@@ -152,7 +152,7 @@ def test_baseline_is_used_before_it_takes_the_batch_in(folder):
 
 def test_evaluation_counts_what_the_verifier_says(trainer):
     row = evaluate(trainer.model, trainer.tokenizer, trainer.task, trainer.config, update=0)
-    config, task = trainer.config, trainer.task
+    task = trainer.task
     problems = [task.problem("evaluation", i) for i in range(4) for _ in range(4)]
     out = generate(trainer.model, trainer.tokenizer, [p.prompt for p in problems], named_seed(1, "evaluate", 0, 0), 6, 0.7, 0.7, recorded=False)
     right = [task.verify(text, p) for text, p in zip(out.texts, problems)]

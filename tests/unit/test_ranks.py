@@ -102,7 +102,7 @@ def seen(trainer, updates=3):
     """Rows, whole sketches and responses of some updates, how the weights have moved, and an evaluation."""
     rows, sketches, texts = [], [], []
     before = {name: whole_tensor(x).clone() for name, x in trainer.model.named_parameters()}
-    generate, update = trainer.rollout.generate, trainer.method.update
+    update = trainer.method.update
 
     def watched(timed, batch, logprobs):
         texts.append(batch.texts)
