@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import connection, get_context
 from pathlib import Path
 
 import pandas as pd
@@ -28,6 +28,7 @@ from logra.rl.records import ROOT, core, cores, locked, log_input, records_root,
 RECORDED = ROOT / "data" / "recorded"
 FORKED = get_context("forkserver")                           # not "fork": the caller may have threads
 FORKED.set_forkserver_preload(["logra.rl.train", "logra.rl.footprint"])
+_polling = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -99,12 +100,11 @@ def _make(missing: dict[Path, RunConfig]) -> None:
                 return
             folder.mkdir(exist_ok=True)
             process = FORKED.Process(target=_run, args=(config.model_dump(), folder, dict(os.environ)))
-            process.start()
             processes.append(process)
-            process.join()
-            if process.exitcode and not stop.is_set():
+            code = _exit_code(process)
+            if code and not stop.is_set():
                 end = "\n".join((folder / "run.log").read_text(errors="replace").splitlines()[-15:])
-                failures.append(f"the run {folder.name} failed with exit code {process.exitcode}; the end of its log:\n{end}")
+                failures.append(f"the run {folder.name} failed with exit code {code}; the end of its log:\n{end}")
 
     total = sum(config.updates for config in missing.values())
     with ThreadPoolExecutor(min(cores(), len(missing))) as pool, tqdm(total=total, unit="update", desc=f"{len(missing)} runs") as bar:
@@ -116,14 +116,29 @@ def _make(missing: dict[Path, RunConfig]) -> None:
             bar.update(sum(_updates(folder, config) for folder, config in missing.items()) - bar.n)
         except BaseException:
             stop.set()
-            for process in processes:
-                if process.is_alive():
-                    os.kill(process.pid, signal.SIGINT)
+            with _polling:
+                for process in processes:
+                    if process.pid and process.is_alive():
+                        os.kill(process.pid, signal.SIGINT)
             raise
     for future in futures:
         future.result()
     if failures:
         raise RuntimeError("\n\n".join(failures))
+
+
+def _exit_code(process) -> int:
+    """Start a process and wait for its end: the code that it really ended with, whatever other threads start meanwhile.
+
+    multiprocessing polls every child when one is started; two threads that poll the same one race for its only exit code, and the
+    loser reports 255.
+    """
+    with _polling:
+        process.start()
+    connection.wait([process.sentinel])
+    with _polling:
+        process.join()
+        return process.exitcode
 
 
 def _run(settings: dict, folder: Path, environment: dict[str, str]) -> None:

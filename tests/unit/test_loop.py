@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pandas as pd
 import pytest
@@ -219,3 +220,9 @@ def test_ensure_makes_what_is_missing_once_and_names_what_failed(folder, tmp_pat
         runs.ensure(configs[:1])
     with pytest.raises(RuntimeError, match="failed with exit code 1(.|\n)*unknown task 'nonsense'"):
         runs.ensure([configured(folder, task="nonsense")])
+
+
+def test_runs_that_start_and_end_at_the_same_time_keep_their_exit_codes():
+    with ThreadPoolExecutor(8) as threads:
+        codes = list(threads.map(lambda i: runs._exit_code(runs.FORKED.Process(target=sys.exit, args=(i % 3,))), range(150)))
+    assert codes == [i % 3 for i in range(150)]
