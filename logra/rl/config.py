@@ -38,9 +38,13 @@ class RunConfig(BaseModel):
     checkpointing: bool = False                             # activation checkpointing, non-reentrant
 
     # where responses are sampled, and how its weights keep up with the trainer's (`rl.placement`)
-    rollout: Literal["in_process", "process", "vllm"] = "in_process"
+    rollout: Literal["in_process", "process", "vllm", "ray"] = "in_process"
     sync: Literal["none", "exact", "lossy", "full"] = "none"    # "none": on the trainer's own weights
     rollout_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    engines: int = Field(1, ge=1)                           # vLLM engines of rollout "ray" (`rl.engines`)
+    engine_ranks: int = Field(1, ge=1)                      # of tensor parallelism, in each
+    engine_seconds: float = Field(3600.0, gt=0)             # for its part of a batch; an engine that takes longer is taken to hang
+    engine_restarts: int = Field(3, ge=0)                   # of an engine without a batch in between
 
     # LoGRA
     rank: int = Field(64, ge=1)                             # of LoRA's adapters as well

@@ -2,6 +2,7 @@
 
 An engine has `generate`, `apply`, `compare` and `close`. `Copy` is a second Hugging Face model; `Process` is any engine in a process of
 its own, spoken to through a socket: each call is one message of `logra.wire` (an update is sent as it is), and no pickle is involved.
+`rollout: ray` is a `Process` too, which drives engines in Ray's actors (`rl.engines`).
 """
 
 import os
@@ -19,16 +20,24 @@ import logra
 from logra import sync, wire
 from logra.rl.config import RunConfig
 from logra.rl.learner import BASES, load_base
-from logra.rl.models import load
+from logra.rl.models import SMOLLM2, load, smollm2
 from logra.rl.rollout import Rollout, generate
 
 ROOT = Path(logra.__file__).resolve().parent.parent
-_TENSORS = ("input_ids", "attention_mask", "response_mask", "logprobs", "complete")
+TENSORS = ("input_ids", "attention_mask", "response_mask", "logprobs", "complete")
+# what torchrun tells its ranks: an engine's own process group would take it for its own
+_TORCHRUN = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_TRIES = 8                                                  # of a batch or a publication, should its engines be started anew so often
 
 
 def base_model(name: str):
     """The model and tokenizer that a configuration's `model` names, in float32: a shipped base, or what `models.load` takes."""
     return load_base(BASES[name]) if name in BASES else load(name)
+
+
+def model_folder(name: str) -> Path:
+    """Where the files of the same model are."""
+    return BASES.get(name) or (smollm2() if name == SMOLLM2 else Path(name).expanduser())
 
 
 class OwnWeights:
@@ -85,7 +94,8 @@ class Process:
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
         threads = str(self.settings["threads"])
-        environment = os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "PYTHONPATH": str(ROOT)}
+        own = {name: value for name, value in os.environ.items() if name not in _TORCHRUN and not name.startswith("TORCHELASTIC_")}
+        environment = own | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "PYTHONPATH": str(ROOT)}
         with theirs:
             self.process = subprocess.Popen([self.python, "-m", "logra.rl.serve", str(theirs.fileno())], env=environment, pass_fds=[theirs.fileno()],
                                             stdin=subprocess.DEVNULL, start_new_session=True)     # Ctrl-C is the trainer's to handle
@@ -121,7 +131,7 @@ class Process:
 
     def generate(self, prompts, seed, max_new_tokens, temperature, version) -> Rollout:
         tensors, about = self._call("generate", prompts=list(prompts), seed=seed, max_new_tokens=max_new_tokens, temperature=temperature, version=version)
-        return Rollout(*(tensors[name] for name in _TENSORS), about["texts"])
+        return Rollout(*(tensors[name] for name in TENSORS), about["texts"])
 
     def apply(self, message: bytes) -> sync.Acknowledgement:
         return sync.Acknowledgement(**self._call("apply", message)[1])
@@ -143,7 +153,7 @@ def answer(engine, call: str, arguments: dict, message: bytes) -> bytes:
     """An engine's answer to one call, as a message: what `Process` asks for and `serve` sends."""
     if call == "generate":
         rollout = engine.generate(**arguments)
-        return wire.pack({name: getattr(rollout, name) for name in _TENSORS}, {"texts": rollout.texts})
+        return wire.pack({name: getattr(rollout, name) for name in TENSORS}, {"texts": rollout.texts})
     if call == "apply":
         return wire.pack({}, asdict(engine.apply(message)))
     if call == "compare":
@@ -162,24 +172,33 @@ class Synchronised:
 
     def generate(self, prompts, seed, max_new_tokens, temperature) -> Rollout:
         arguments = (prompts, seed, max_new_tokens, temperature, self.sketches.update - 1)
-        if self._at is None:                                # a fresh start or a resume
-            self._at = self.publisher.push()
-        try:
-            batch = self.engine.generate(*arguments)
-        except sync.SyncError:                              # it was started anew, or cut off
-            self._at = self.publisher.push()
-            batch = self.engine.generate(*arguments)
+        def made():
+            if self._at is None:                            # a fresh start or a resume
+                self._at = self.publisher.push()
+            return self.engine.generate(*arguments)
+
+        batch = self._again(made)
         self.sampled = {"rollout_version": self._at.version, "rollout_weights": self._at.weights}
         return batch
 
     def publish(self, update) -> dict:
         """Send an update. Returns its row of the record; `sync_differing` is the share of bfloat16 entries that are not the trainer's."""
-        self._at = report = self.publisher.publish(update)
+        self._at = report = self._again(lambda: self.publisher.publish(update))
         differing, entries = 0, 1
         if self.mode == "lossy":
             differing, entries = self.engine.compare(sync.full_weights(self.sketches, torch.bfloat16))
         return self.sampled | {"sync": report.kind, "sync_bytes": report.bytes, "sync_version": report.version, "sync_weights": report.weights,
                                "sync_equal": report.equal, "sync_refused": report.refused, "sync_differing": differing / entries}
+
+    def _again(self, work):
+        """Its result, also where the engine is started anew or cut off meanwhile: what was taken already is a duplicate then."""
+        for left in reversed(range(_TRIES)):
+            try:
+                return work()
+            except sync.SyncError:
+                self._at = None                             # full weights first
+                if not left:
+                    raise
 
     @property
     def seconds(self) -> float:
@@ -200,7 +219,9 @@ def place(config: RunConfig, model, tokenizer, method):
     settings = dict(model=config.model, mode=config.sync, dtype=config.rollout_dtype)
     if config.rollout == "in_process":
         return Synchronised(Copy(**settings), sketches, config.sync)
-    python = vllm_python() if config.rollout == "vllm" else sys.executable
+    python = vllm_python() if config.rollout in ("vllm", "ray") else sys.executable
+    if config.rollout == "ray":
+        settings |= dict(engines=config.engines, ranks=config.engine_ranks, seconds=config.engine_seconds, restarts=config.engine_restarts)
     return Synchronised(Process(python, engine=config.rollout, threads=config.threads, **settings), sketches, config.sync)
 
 

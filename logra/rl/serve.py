@@ -17,6 +17,10 @@ from logra.rl.placement import Copy, answer
 def start(engine: str, threads: int, **settings):
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(True)
+    if engine == "ray":
+        from logra.rl.engines import Engines
+
+        return Engines(threads=threads, **settings)
     if engine == "vllm":
         from logra.rl.vllm_rollout import VLLM
 

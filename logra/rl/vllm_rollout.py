@@ -15,8 +15,8 @@ import transformers
 from torch.nn.utils.rnn import pad_sequence
 
 from logra import sync, vllm_engine
-from logra.rl.learner import BASE, BASES
-from logra.rl.models import SMOLLM2, smollm2
+from logra.rl.learner import BASE
+from logra.rl.placement import model_folder
 from logra.rl.rollout import Rollout, encode, named_seed
 
 _BLOCK = 32                                                 # tokens that share a place in the prefix cache
@@ -34,7 +34,7 @@ class VLLM:
         from vllm import LLM
         from vllm.config import WeightTransferConfig
 
-        folder = BASES.get(model) or (smollm2() if model == SMOLLM2 else model)
+        folder = model_folder(model)
         config = transformers.AutoConfig.from_pretrained(folder)
         length = min(length, config.max_position_embeddings)
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -42,12 +42,13 @@ class VLLM:
         self.stops = sorted({self.tokenizer.eos_token_id, *([] if own is None else own if isinstance(own, list) else [own])})
         self.llm = LLM(str(folder), dtype=dtype, skip_tokenizer_init=True, generation_config="vllm", enforce_eager=True, seed=0, max_model_len=length,
                        max_num_seqs=128, kv_cache_memory_bytes=1 << 29, block_size=_BLOCK, logprobs_mode="processed_logprobs", tensor_parallel_size=ranks,
+                       distributed_executor_backend="mp" if ranks > 1 else None,     # within Ray as well, where vLLM would choose Ray
                        worker_extension_cls=vllm_engine.EXTENSION, weight_transfer_config=WeightTransferConfig(backend=vllm_engine.BACKEND))
         self.llm.init_weight_transfer_engine({"init_info": {"mode": mode, "lost_on": "device"}})
 
-    def generate(self, prompts, seed, max_new_tokens, temperature, version) -> Rollout:
-        """As `rollout.generate` does; `seed` and a prompt's place decide its draws. Raises SyncError if the weights are not those of
-        `version` (None: whichever they are)."""
+    def generate(self, prompts, seed, max_new_tokens, temperature, version, places=None) -> Rollout:
+        """As `rollout.generate` does; `seed` and a prompt's place decide its draws (places: in the batch that these are a part of). Raises
+        SyncError if the weights are not those of `version` (None: whichever they are)."""
         from vllm import SamplingParams
 
         state = self.llm.collective_rpc("logra_state")[0]
@@ -55,8 +56,8 @@ class VLLM:
             raise sync.SyncError("gap", f"the rollout engine holds {state}, wanted version {version}")
         inputs = encode(self.tokenizer, prompts)
         tokens = [ids[mask.bool()].tolist() for ids, mask in zip(inputs.input_ids, inputs.attention_mask)]
-        sampling = [SamplingParams(temperature=temperature, seed=named_seed(seed, i), max_tokens=max_new_tokens, logprobs=0, stop_token_ids=self.stops,
-                                   detokenize=False) for i in range(len(tokens))]
+        sampling = [SamplingParams(temperature=temperature, seed=named_seed(seed, place), max_tokens=max_new_tokens, logprobs=0, stop_token_ids=self.stops,
+                                   detokenize=False) for place in places or range(len(tokens))]
         outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in tokens], sampling, use_tqdm=False)
         answers = [output.outputs[0] for output in outputs]
         rows = [torch.tensor([*ids, *answer.token_ids]) for ids, answer in zip(tokens, answers)]
