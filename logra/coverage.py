@@ -30,7 +30,7 @@ class Coverage(list):
 def choose(model, rank: int, wanted: set[str] | None) -> tuple[dict[str, nn.Linear], Coverage]:
     """The modules to sketch, by canonical name, and the table of all. wanted: None for the decoder's projections, or the names to take."""
     inner = next((module for module in model.modules() if hasattr(module, "get_decoder")), model)    # without its wrappers
-    blocks = _decoder_blocks(model, inner)
+    blocks = decoder_blocks(model, inner)
     head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
     chosen, coverage = {}, Coverage()
     for full, module in model.named_modules():
@@ -51,7 +51,7 @@ def choose(model, rank: int, wanted: set[str] | None) -> tuple[dict[str, nn.Line
     return chosen, coverage
 
 
-def _decoder_blocks(model, inner) -> dict[str, nn.Module]:
+def decoder_blocks(model, inner) -> dict[str, nn.Module]:
     """The repeated blocks: the entries of the outermost nn.ModuleList of the (text) decoder, by their full names."""
     decoder = inner.get_decoder() if hasattr(inner, "get_decoder") else inner
     inside = {id(module) for module in decoder.modules()}

@@ -11,6 +11,7 @@ from functools import cached_property
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo                  # torch.compiler.disable without the second that importing the compiler takes
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -186,7 +187,7 @@ class SketchedLinear(nn.Linear):
 
     sketch: Sketch
 
-    @torch.compiler.disable                                 # a compiled backward may reorder what is added to S in place
+    @_disable_dynamo                                        # a compiled backward may reorder what is added to S in place
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         sketch = self.sketch
         if sketch.delta is not None:

@@ -11,15 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from logra import kl, linear, logprobs, projection
 from logra.checkpointing import keep_projections
-from logra.coverage import _decoder_blocks
+from logra.coverage import decoder_blocks
 from logra.memory_tracker import Category, Tracker
 from logra.optim import RowAdam
 from logra.shards import RowShards
-from logra.update import LowRankUpdate
 
 METHODS = ("dense", "logra", "lora")
 LOSSES = ("chunked", "in_place", "whole")
@@ -109,7 +107,7 @@ class Step(nn.Module):
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, **kept})
         if mesh is not None:
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-            for block in _decoder_blocks(model, model).values():
+            for block in decoder_blocks(model, model).values():
                 fully_shard(block, mesh=mesh, mp_policy=policy)
             if setting.split_embedding and model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
                 fully_shard(model.get_input_embeddings(), mesh=mesh, mp_policy=policy)
@@ -205,7 +203,7 @@ class Step(nn.Module):
 
     @contextmanager
     def _watched(self):
-        """The tracker knows who makes what: FSDP, the projections; and an update reaches each rank's rows of a sharded weight."""
+        """The tracker knows who makes what: FSDP, the projections."""
         def named(function, category):
             def inner(*arguments, **keywords):
                 with self.tracker.making(category):
@@ -216,10 +214,9 @@ class Step(nn.Module):
             for name, category in (("unshard", Category.GATHERED), ("wait_for_unshard", Category.GATHERED), ("post_backward", Category.GRADIENTS)):
                 stack.enter_context(patch.object(FSDPParamGroup, name, named(getattr(FSDPParamGroup, name), category)))
             stack.enter_context(patch.object(projection, "entries", named(projection.entries, Category.PROJECTIONS)))
-            if self.mesh is not None:
-                stack.enter_context(patch.object(LowRankUpdate, "apply", _apply_to_shards))
-                if dist.get_backend() == "fake":            # its sums cannot be read
-                    stack.enter_context(patch.object(RowShards, "total", lambda _, values: values))
+            if self.mesh is not None and dist.get_backend() == "fake":      # its sums cannot be read
+                for method in ("total", "exact_total"):
+                    stack.enter_context(patch.object(RowShards, method, lambda _, values: values))
             yield
 
 
@@ -244,11 +241,3 @@ class _OverwrittenLogprob(torch.autograd.Function):
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """A rank's own part of it."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def _apply_to_shards(update: LowRankUpdate, sketches) -> None:
-    """`LowRankUpdate.apply` to the rows of each weight that this rank holds."""
-    for name in update.matrices:
-        weight = sketches[name].weight
-        rows, (first, _) = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
-        update.apply_to(name, local(weight), rows=slice(first, first + rows[0]))

@@ -7,6 +7,7 @@ import torch
 
 from logra import projection
 from logra.linear import Sketches
+from logra.shards import own_rows
 from logra.update import LowRankUpdate
 
 
@@ -90,7 +91,7 @@ class _SketchOptimizer(torch.optim.Optimizer):
         scales, self._pending = self._scales()
         eta = group["lr"]
         if group["relative"]:
-            weight = math.sqrt(sum(_norm(sketch.weight) ** 2 for sketch in sketches.values()))
+            weight = _weights_norm(sketches)
             step = math.sqrt(sum(_totals(sketches, {name: _squared_norm(_rescaled(sketch.S_dr, *scales[name]), sketch)
                                                     for name, sketch in sketches.items()}).values()))
             eta = group["lr"] * weight / step if step > 0 else 0.0
@@ -211,16 +212,19 @@ def _whole_norms(sketches: Sketches, norms: dict[str, float]) -> dict[str, float
 
 
 def _norm(x: torch.Tensor) -> float:
-    """Frobenius, in float64, of a few rows at a time (32 MiB of them). A DTensor's is that of the whole."""
-    part = x.to_local() if hasattr(x, "to_local") else x
-    norms = [float(torch.linalg.vector_norm(band, dtype=torch.float64)) for band in part.split(max(1, (1 << 22) // max(1, part.shape[1])))]
-    if part is x:
-        return norms[0] if len(norms) == 1 else math.sqrt(sum(norm ** 2 for norm in norms))
-    from torch.distributed.tensor import DTensor, Partial, Replicate
+    """Frobenius, in float64, of a few rows at a time (32 MiB of them)."""
+    norms = [float(torch.linalg.vector_norm(band, dtype=torch.float64)) for band in x.split(max(1, (1 << 22) // max(1, x.shape[1])))]
+    return norms[0] if len(norms) == 1 else math.sqrt(sum(norm ** 2 for norm in norms))
 
-    square = torch.tensor(sum(norm ** 2 for norm in norms), dtype=torch.float64, device=part.device)
-    placements = [Partial() if placement.is_shard() else Replicate() for placement in x.placements]
-    return math.sqrt(float(DTensor.from_local(square, x.device_mesh, placements, run_check=False).full_tensor()))
+
+def _weights_norm(sketches: Sketches) -> float:
+    """‖W‖ over all selected matrices, of their whole where ranks have rows of them."""
+    squares = {}
+    for sketch in sketches.values():
+        local, _, shards = own_rows(sketch.weight.detach())
+        group = shards and shards.group
+        squares[group] = shards, squares.get(group, (None, 0.0))[1] + _norm(local) ** 2
+    return math.sqrt(sum(shards.total([square])[0] if shards else square for shards, square in squares.values()))
 
 
 def _squared_norm(U_dr: torch.Tensor, sketch) -> float:

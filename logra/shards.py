@@ -8,6 +8,7 @@ backward sends its d·r numbers once a micro-batch, and no rank ever holds more 
 """
 
 import sys
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -60,21 +61,26 @@ class RowShards:
         return [sum(numbers) for numbers in zip(*found)]
 
 
-def own_rows(weight: torch.Tensor) -> tuple[torch.Tensor, slice]:
-    """(This rank's part of a parameter that `fully_shard` splits by rows, which rows of the whole these are); all of any other parameter.
+class OwnRows(NamedTuple):
+    """What a rank has of a parameter. shards: over whom the parameter is split; None where this rank has the whole."""
+
+    local: torch.Tensor
+    rows: slice
+    shards: RowShards | None
+
+
+def own_rows(weight: torch.Tensor) -> OwnRows:
+    """This rank's part of a parameter that `fully_shard` splits by rows; all of any other parameter.
 
     Raises ValueError for a parameter that is split another way.
     """
-    if not is_sharded(weight):
-        return weight, slice(0, len(weight))
+    module = sys.modules.get("torch.distributed.tensor")    # a process without ranks has no need to import it
+    if module is None or not isinstance(weight, module.DTensor):
+        return OwnRows(weight, slice(0, len(weight)), None)
     placements = [placement for placement in weight.placements if placement.is_shard()]
     if weight.device_mesh.ndim != 1 or any(placement.dim != 0 for placement in placements):
         raise ValueError(f"a weight is sharded as {tuple(weight.placements)}: an update is applied to weights that are split by rows over one mesh dimension")
-    rows = RowShards(weight.device_mesh.get_group()).rows(len(weight)) if placements else slice(0, len(weight))
-    return weight.to_local(), rows
-
-
-def is_sharded(weight: torch.Tensor) -> bool:
-    """Whether it is a DTensor; asked without importing what a process without ranks has no need of."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(weight, module.DTensor)
+    if not placements:
+        return OwnRows(weight.to_local(), slice(0, len(weight)), None)
+    shards = RowShards(weight.device_mesh.get_group())
+    return OwnRows(weight.to_local(), shards.rows(len(weight)), shards)

@@ -15,7 +15,7 @@ import torch
 
 from logra import projection as projections
 from logra.bits import fingerprint
-from logra.shards import RowShards, own_rows
+from logra.shards import own_rows
 
 _INTEGERS = {8: torch.int8, 16: torch.int16}
 _CHUNK = 1 << 24                                            # elements of ΔW that are formed at a time (64 MiB)
@@ -98,16 +98,15 @@ class LowRankUpdate:
 
         Of a weight that `fully_shard` splits, each rank changes its own rows; the fingerprints are of the whole.
         """
-        sharded = {}
+        split = {}
         for name in self.matrices:
-            weight = sketches[name].weight.detach()
-            local, rows = own_rows(weight)
-            self.apply_to(name, local, None if local is weight else rows)
+            local, rows, shards = own_rows(sketches[name].weight.detach())
+            self.apply_to(name, local, rows if shards else None)
             self.after[name] = fingerprint(local, first_row=rows.start)
-            if local is not weight:
-                sharded.setdefault(weight.device_mesh.get_group(), []).append(name)
-        for group, names in sharded.items():
-            totals = RowShards(group).exact_total([self.after[name] for name in names])
+            if shards:
+                split.setdefault(shards.group, (shards, []))[1].append(name)
+        for shards, names in split.values():
+            totals = shards.exact_total([self.after[name] for name in names])
             self.after.update({name: total & (1 << 64) - 1 for name, total in zip(names, totals)})
 
     def to_bytes(self) -> bytes:

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from logra.coverage import _decoder_blocks
+from logra.coverage import decoder_blocks
 from logra.linear import Sketches
 from logra.rl.placement import place
 from logra.rl.rollout import Rollout
@@ -96,7 +96,7 @@ class Ranks:
     def shard(self, model: nn.Module) -> None:
         """`fully_shard` each decoder block, and what is left with the root. Before any optimizer is made: it changes the parameters."""
         mesh = init_device_mesh(self.device.type, (self.count,))
-        for block in _decoder_blocks(model, model).values():
+        for block in decoder_blocks(model, model).values():
             fully_shard(block, mesh=mesh)
         self.root = fully_shard(_Root(model), mesh=mesh)
         for module in self.root.modules():
@@ -200,7 +200,7 @@ class Ranks:
 
     def square(self, x: torch.Tensor) -> float:
         """The squared norm of a whole from each rank's rows."""
-        return self.total(float(own_rows(x)[0].double().square().sum()))
+        return self.total(float(own_rows(x).local.double().square().sum()))
 
     def whole(self, state):
         """A state dict with whole tensors, on rank 0's CPU; None for them elsewhere."""
@@ -217,7 +217,7 @@ class Ranks:
         """This rank's part of a whole tensor, as `like` is sharded."""
         if not isinstance(like, DTensor):
             return whole
-        local = whole[own_rows(like)[1]].to(like.device, copy=True)
+        local = whole[own_rows(like).rows].to(like.device, copy=True)
         return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
 
     def gathered(self, rows_d: torch.Tensor, d: int) -> torch.Tensor:

@@ -27,7 +27,7 @@ from logra.rl.records import ROOT, core, cores, locked, log_input, records_root,
 
 RECORDED = ROOT / "data" / "recorded"
 FORKED = get_context("forkserver")                           # not "fork": the caller may have threads
-FORKED.set_forkserver_preload(["logra.rl.train", "logra.rl.footprint"])
+FORKED.set_forkserver_preload(["logra.rl.train", "logra.rl.footprint", "torch._dynamo"])
 _polling = threading.Lock()
 
 
