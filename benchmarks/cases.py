@@ -31,8 +31,7 @@ NAMES = [f"{group}.{name}" for group, names in GROUPS.items() for name in names]
 CONFIGS = {                                                 # tiny: for the tests
     "tiny": lambda: transformers.Qwen2Config(vocab_size=211, hidden_size=96, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4,
                                              num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=True),
-    "smollm2-135m": lambda: transformers.LlamaConfig(vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
-                                                     num_key_value_heads=3, max_position_embeddings=8192, tie_word_embeddings=True, rms_norm_eps=1e-5),
+    "smollm2-135m": lambda: configuration("SmolLM2-135M"),
     "1.5b": lambda: configuration("Qwen2.5-Math-1.5B"),
     "7b": lambda: configuration("Qwen2.5-Math-7B"),
 }
