@@ -27,7 +27,8 @@ from logra.rl.records import ROOT, core, cores, locked, log_input, records_root,
 
 RECORDED = ROOT / "data" / "recorded"
 FORKED = get_context("forkserver")                           # not "fork": the caller may have threads
-FORKED.set_forkserver_preload(["logra.rl.train", "logra.rl.footprint", "torch._dynamo"])
+FORKED.set_forkserver_preload(["logra.rl.train", "logra.rl.footprint", "torch._dynamo", "torch._decomp.decompositions_for_jvp",
+                               "transformers.models.qwen2.modeling_qwen2"])     # the last three would be imported by each run's first update
 _polling = threading.Lock()
 
 
