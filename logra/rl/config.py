@@ -43,6 +43,7 @@ class RunConfig(BaseModel):
     rollout_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     engines: int = Field(1, ge=1)                           # vLLM engines of rollout "ray" (`rl.engines`)
     engine_ranks: int = Field(1, ge=1)                      # of tensor parallelism, in each
+    engine_cache_gib: float = Field(0.5, gt=0)              # memory of each of these for keys and values
     engine_seconds: float = Field(3600.0, gt=0)             # for its part of a batch; an engine that takes longer is taken to hang
     engine_restarts: int = Field(3, ge=0)                   # of an engine without a batch in between
 

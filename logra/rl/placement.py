@@ -101,7 +101,13 @@ class Process:
                                             stdin=subprocess.DEVNULL, start_new_session=True)     # Ctrl-C is the trainer's to handle
         with ours:
             self.stream = ours.makefile("rwb")
-        self._call("start", **self.settings)
+        try:
+            self._call("start", **self.settings)
+        except BaseException:                               # an engine that does not start leaves no process behind
+            self._hang_up()
+            self.process.terminate()
+            self.process.wait(timeout=60)
+            raise
 
     def _call(self, name: str, message: bytes = b"", **arguments) -> tuple[dict, dict]:
         try:
@@ -221,7 +227,8 @@ def place(config: RunConfig, model, tokenizer, method):
         return Synchronised(Copy(**settings), sketches, config.sync)
     python = vllm_python() if config.rollout in ("vllm", "ray") else sys.executable
     if config.rollout == "ray":
-        settings |= dict(engines=config.engines, ranks=config.engine_ranks, seconds=config.engine_seconds, restarts=config.engine_restarts)
+        settings |= dict(engines=config.engines, ranks=config.engine_ranks, seconds=config.engine_seconds, restarts=config.engine_restarts,
+                         cache_gib=config.engine_cache_gib)
     return Synchronised(Process(python, engine=config.rollout, threads=config.threads, **settings), sketches, config.sync)
 
 

@@ -23,9 +23,10 @@ _BLOCK = 32                                                 # tokens that share 
 
 
 class VLLM:
-    """An engine for one model and its receiver. ranks: of tensor parallelism, each a process of its own where there is more than one."""
+    """An engine for one model and its receiver. ranks: of tensor parallelism, each a process of its own where there is more than one.
+    length: tokens of a prompt and its response at most. cache_gib: memory of each rank for keys and values."""
 
-    def __init__(self, model: str, mode: str, dtype: str, threads: int, length: int = 1024, ranks: int = 1):
+    def __init__(self, model: str, mode: str, dtype: str, threads: int, length: int = 1024, ranks: int = 1, cache_gib: float = 0.5):
         os.environ.setdefault("VLLM_CACHE_ROOT", str(BASE.parent.parent / "cache" / "vllm"))
         if ranks > 1 and not torch.cuda.is_available():     # vLLM's own choice of cores fails on a small machine
             cores = sorted(os.sched_getaffinity(0))
@@ -41,7 +42,7 @@ class VLLM:
         own = transformers.GenerationConfig.from_pretrained(folder).eos_token_id
         self.stops = sorted({self.tokenizer.eos_token_id, *([] if own is None else own if isinstance(own, list) else [own])})
         self.llm = LLM(str(folder), dtype=dtype, skip_tokenizer_init=True, generation_config="vllm", enforce_eager=True, seed=0, max_model_len=length,
-                       max_num_seqs=128, kv_cache_memory_bytes=1 << 29, block_size=_BLOCK, logprobs_mode="processed_logprobs", tensor_parallel_size=ranks,
+                       max_num_seqs=128, kv_cache_memory_bytes=int(cache_gib * (1 << 30)), block_size=_BLOCK, logprobs_mode="processed_logprobs", tensor_parallel_size=ranks,
                        distributed_executor_backend="mp" if ranks > 1 else None,     # within Ray as well, where vLLM would choose Ray
                        worker_extension_cls=vllm_engine.EXTENSION, weight_transfer_config=WeightTransferConfig(backend=vllm_engine.BACKEND))
         self.llm.init_weight_transfer_engine({"init_info": {"mode": mode, "lost_on": "device"}})
