@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -179,7 +180,8 @@ def main() -> int:
         until(lambda: not any(launch.alive() for launch in everyone), "the end of all processes", 300)
     left = [" ".join(process.cmdline())[:80] for launch in everyone for process in launch.alive()]
     result = compared(whole, killed)
-    result |= {"kills": kills, "launches": len(launches), "outlived": left, "all_gone_seconds": round(time.perf_counter() - ended, 1),
+    log = killed.with_suffix(".log").read_text()
+    result |= {"kills": kills, "launches": len(launches), "updates_made": len(re.findall(r"^update \d+/", log, re.M)), "engines_started_anew": log.count("is started anew"), "outlived": left, "all_gone_seconds": round(time.perf_counter() - ended, 1),
                "processes_seen": sum(len(launch.seen) for launch in everyone)}
     right = (len(kills) == options.kills and result["each_once"] and result["chain"] and result["rollout_versions"] and result["evaluations_equal"] and not left
              and set(result["differing_columns"]) <= set(TRAVEL))
