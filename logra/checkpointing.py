@@ -8,10 +8,11 @@ so that keeping it, and attention's output, saves the second hash of A, the seco
 but for a block's last one, which no backward needs.
 """
 
+import sys
 import threading
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointFunction, CheckpointPolicy, create_selective_checkpoint_contexts
 
 _ATTENTION = {getattr(torch.ops.aten, name).default for name in (
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
@@ -41,3 +42,13 @@ class _Within:
     def __exit__(self, *exception):
         setattr(held, self.field, None)
         return self.selective.__exit__(*exception)
+
+
+def under_reentrant() -> bool:
+    """Whether the caller runs in the forward of torch's reentrant checkpointing."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code is CheckpointFunction.forward.__code__:
+            return True
+        frame = frame.f_back
+    return False

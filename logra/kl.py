@@ -65,8 +65,9 @@ def predicted_kl(model, proposal, contexts: Contexts, method: str = "jvp", tempe
     lost in rounding). micro_batch: responses in a forward; None for all together. The value is the mean over all predictions either way,
     and no response is cut: a sample of whole responses, chosen before they were known (the batch's first), stands for the batch, while
     one of their beginnings would stand for early tokens alone. The model runs in eval mode and is restored, also after an exception.
-    Over row shards (`Sketches.shards`) each rank examines contexts of its own, and the mean is over those of all ranks, the same number on
-    each; where FSDP needs every rank's forwards in step, all give as many responses, some of them perhaps without a prediction.
+    Over row shards or replicas (`Sketches.shards`, `.replicas`) each rank examines contexts of its own, and the mean is over those of all
+    ranks, the same number on each; where FSDP needs every rank's forwards in step, all give as many responses, some of them perhaps without
+    a prediction.
     Raises ValueError for no predictions, left padding, a temperature that is not positive, or an unknown method.
     """
     factors = _Factors(model, proposal)
@@ -254,7 +255,7 @@ class _Factors(Mapping):
 
     def __init__(self, model, proposal):
         self.sketches, self.proposal = attached(model), proposal
-        self.shards = self.sketches.shards
+        self.shards = self.sketches.shards or self.sketches.replicas
         self._rounded = isinstance(proposal, LowRankUpdate)
         self._names = proposal.matrices if self._rounded else proposal
         unknown = set(self._names) - set(self.sketches)

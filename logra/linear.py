@@ -3,7 +3,6 @@
 `attach` turns the attention and MLP projections of a model into sketched ones in place; `detach` turns them back.
 """
 
-import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,12 +12,12 @@ import torch
 from torch import nn
 from torch._compile import _disable_dynamo                  # torch.compiler.disable without the second that importing the compiler takes
 from torch.nn import functional as F
-from torch.utils.checkpoint import CheckpointFunction
 
 from logra import bits
 from logra import projection as projections
-from logra.checkpointing import held
+from logra.checkpointing import held, under_reentrant
 from logra.coverage import Coverage, choose
+from logra.replicas import Replicas
 from logra.shards import RowShards
 
 _SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"))
@@ -90,6 +89,7 @@ class Sketch:
     def __init__(self, name: str, module: nn.Linear, owner: "Sketches", source: Source):
         self.name, self.module, self.owner, self.source = name, module, owner, source
         self.d, self.k = module.weight.shape
+        self.spent = False                                  # S is of an update that was made: the next backward starts anew
         self.delta = None                                   # (a, factors) while a KL probe runs: see Sketches.perturbed
         self._S_dr = self._anchor = None
 
@@ -126,7 +126,14 @@ class Sketch:
                                   device or self.weight.device)
 
     def add(self, dY_td: torch.Tensor, P_tr: torch.Tensor) -> None:
-        """S += dYᵀ (X Aᵀ): one micro-batch's contribution to Eq. 2, accumulated in float32; over all ranks, where S is sharded."""
+        """S += dYᵀ (X Aᵀ): one micro-batch's contribution to Eq. 2, accumulated in float32; over all ranks, where S is sharded.
+
+        The first one after a step begins a new S, for a loop may call zero_grad() of the model, which knows no sketches.
+        """
+        if self.spent:
+            self.S_dr.zero_()
+            self.spent = False
+        self.owner.reduced = None
         shards = self.owner.shards
         into = self.S_dr if shards is None else torch.zeros(self.d, self.rank, device=dY_td.device)
         band = self.d if dY_td.dtype == torch.float32 else max(1, _BAND // max(1, len(dY_td)))
@@ -197,7 +204,7 @@ class SketchedLinear(nn.Linear):
             dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
             stand_in = _Sketching.apply(x, self.weight, self.bias, sketch.anchor, sketch.source.projected(x), sketch, dtype)
             return _Product.apply(stand_in, x.detach(), self.weight, self.bias)
-        if self.training and _under_reentrant_checkpoint():
+        if self.training and under_reentrant():
             raise RuntimeError(f"{sketch.name} runs under reentrant activation checkpointing, which loses sketches: "
                                "use gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})")
         return F.linear(x, self.weight, self.bias)
@@ -215,19 +222,11 @@ class SketchedLinear(nn.Linear):
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(*x.shape[:-1], len(F_dr))
 
 
-def _under_reentrant_checkpoint() -> bool:
-    frame = sys._getframe()
-    while frame is not None:
-        if frame.f_code is CheckpointFunction.forward.__code__:
-            return True
-        frame = frame.f_back
-    return False
-
-
 class Sketches(Mapping):
     """The sketches of a model, by canonical module name. `update` counts from 1; the optimizer's step advances it.
 
     shards: None, or a `RowShards`, by which each rank keeps some rows of every sketch (set before the first backward).
+    replicas: None, or a `Replicas`, over which whole sketches are averaged once an update (set before the first step).
     run, session: whose updates these are, stamped on each: a name that another run does not have, and a number that grows
     whenever the run is started anew (both may be set).
     """
@@ -236,6 +235,8 @@ class Sketches(Mapping):
         self.model, self.rank, self.projection, self.seed, self.refresh = model, rank, projection, seed, refresh
         self.keep_projections, self.share_inputs = keep_projections, share_inputs
         self.shards: RowShards | None = None
+        self.replicas: Replicas | None = None
+        self.reduced: int | None = None                     # the update whose sketches are averaged already
         self.update = 1
         self._sketches: dict[str, Sketch] = {}
         self._coverage = Coverage()
@@ -267,8 +268,47 @@ class Sketches(Mapping):
     def zero(self) -> None:
         """S ← 0, before the first micro-batch of an update (Algorithm 1, line 7)."""
         for sketch in self.values():
+            sketch.spent = False
             if sketch._S_dr is not None:
                 sketch._S_dr.zero_()
+        self.reduced = None
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """S ← its mean over `replicas`, once an update: called by `propose`, `norm` and `clip_norm_`, by all ranks alike.
+
+        Raises RuntimeError where the ranks' weights or projections are not the same.
+        """
+        if self.replicas is None or self.reduced == self.update:
+            return
+        self.replicas.check((self.base, self.run, self.update))
+        for sketch in self.values():
+            if sketch.spent:                                # this rank had no batch
+                sketch.S_dr.zero_()
+        self.replicas.mean_([sketch.S_dr for sketch in self.values()])
+        self.reduced = self.update
+
+    @torch.no_grad()
+    def norm(self) -> float:
+        """‖S‖ over all matrices: what a loop logs as its gradient norm, for E‖S‖² = ‖G‖² and no weight has a `.grad`."""
+        self.reduce()
+        square = sum(float(sketch.S_dr.double().square().sum()) for sketch in self.values())
+        return (square if self.shards is None else self.shards.total([square])[0]) ** 0.5
+
+    @torch.no_grad()
+    def clip_norm_(self, max_norm: float) -> float:
+        """All S in place, scaled so that ‖S‖ is `max_norm` at most; returns ‖S‖ as it was. In the place of torch.nn.utils.clip_grad_norm_.
+
+        ‖S‖ is clipped, never ‖S A‖, which is larger by √(k/r). Under a relative step size it changes what RowAdam remembers alone.
+        Raises ValueError for a max_norm that is not positive.
+        """
+        if not max_norm > 0:
+            raise ValueError(f"max_norm is positive, but it is {max_norm}")
+        norm = self.norm()
+        if norm > max_norm:
+            for sketch in self.values():
+                sketch.S_dr.mul_(max_norm / norm)
+        return norm
 
     @contextmanager
     def perturbed(self, factors: Mapping[str, tuple[torch.Tensor, int]], a):

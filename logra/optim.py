@@ -55,7 +55,7 @@ class _Times(Mapping):
         return len(self.proposal)
 
 
-class _SketchOptimizer(torch.optim.Optimizer):
+class SketchOptimizer(torch.optim.Optimizer):
     """What both share: the step size η, the update and its number, zeroing.
 
     The learning rate of the one parameter group, `lr`, is the relative norm of a nominal step, ‖ηUA‖ / ‖W‖ over all
@@ -83,6 +83,7 @@ class _SketchOptimizer(torch.optim.Optimizer):
     def propose(self) -> Proposal:
         """The proposed update. Changes nothing: it may be called again. Raises FloatingPointError for a sketch that is not finite."""
         group, sketches = self.param_groups[0], self.sketches
+        sketches.reduce()
         finite = _totals(sketches, {name: float(not torch.isfinite(sketch.S_dr).all()) for name, sketch in sketches.items()})
         bad = [name for name, count in finite.items() if count]
         if bad:
@@ -122,6 +123,8 @@ class _SketchOptimizer(torch.optim.Optimizer):
         update.apply(self.sketches)
         for name, state in self._pending.items():
             self.state[self.sketches[name].weight].update(state)
+        for sketch in self.sketches.values():
+            sketch.spent = True
         self._proposed = None, None
         self.sketches.update += 1
         self.param_groups[0]["update"] = self.sketches.update
@@ -138,7 +141,7 @@ class _SketchOptimizer(torch.optim.Optimizer):
         self._proposed = None, None
 
 
-class SketchSGD(_SketchOptimizer):
+class SketchSGD(SketchOptimizer):
     """U = S, the basic variant of Section 2.1: no state.
 
     relative_step: ‖ΔW‖/‖W‖ of a nominal step over all selected matrices; or lr: η of Eq. 3. bits: 8 or 16 of the sent factor; None rounds nothing and sends nothing.
@@ -151,7 +154,7 @@ class SketchSGD(_SketchOptimizer):
         return {name: (None, 1.0) for name in self.sketches}, {}
 
 
-class RowAdam(_SketchOptimizer):
+class RowAdam(SketchOptimizer):
     """Adaptive scale of each row from its past sketches (Eq. 15), d numbers of state a matrix, no first moment.
 
     beta2: how much of the history is kept. eps: relative to the mean of √v̂ over a matrix's rows. The rest as for SketchSGD.
