@@ -21,13 +21,14 @@ class RunConfig(BaseModel):
     task_config: dict = {}
     method: Literal["logra", "dense", "lora"] = "logra"
     trainable: Literal["selected", "all"] = "selected"      # the attention and MLP projections alone, or the rest as well by AdamW
-    selected_above: int = Field(64, ge=1)                   # matrices with min(d, k) above it are selected, whatever the method
+    selected_above: int = Field(64, ge=1)                   # matrices with min(d, k) above it are selected, whatever the method; rank − 1 takes all that the rank allows
 
     # the loop
     updates: int = Field(200, ge=1)
     prompts: int = Field(128, ge=1)                         # an update, one response each
     micro_batch: int = Field(128, ge=1)                     # responses in a forward
     max_new_tokens: int = Field(24, ge=1)
+    context: int | None = Field(None, ge=2)                 # that a prompt and its response have together; None: no such limit
     temperature: float = Field(1.0, gt=0)
     importance_cap: float = Field(2.0, gt=0)                # min(π_train / π_rollout, cap)
     baseline_decay: float = Field(0.9, ge=0, lt=1)          # b ← decay · b + (1 − decay) · the batch's mean reward
@@ -36,6 +37,8 @@ class RunConfig(BaseModel):
     verifier_seconds: float = Field(5.0, gt=0)              # that one response's verifier may take, where it runs in a worker process
     compute: Literal["float32", "bfloat16"] = "float32"     # weights are stored in float32 either way
     checkpointing: bool = False                             # activation checkpointing, non-reentrant
+    checkpoint_projections: bool = False                    # under it, X Aᵀ and attention's output are kept, not made a second time
+    offload: bool = False                                   # weights lie in the CPU's memory between uses (FSDP2), and are updated there
 
     # where responses are sampled, and how its weights keep up with the trainer's (`rl.placement`)
     rollout: Literal["in_process", "process", "vllm", "ray"] = "in_process"
@@ -51,6 +54,7 @@ class RunConfig(BaseModel):
     rank: int = Field(64, ge=1)                             # of LoRA's adapters as well
     projection: Literal["rademacher", "gaussian", "hadamard"] = "rademacher"
     refresh: bool = True
+    share_inputs: bool = False                              # one projection for q, k and v, and one for gate and up
     optimizer: Literal["rowadam", "sgd"] = "rowadam"
     beta2: float = Field(0.95, ge=0, lt=1)                  # of RowAdam, and of AdamW
     relative_step: float = Field(6e-5, gt=0)                # ‖ΔW‖/‖W‖ of a nominal step (Section 3.4.3)
@@ -82,13 +86,14 @@ class RunConfig(BaseModel):
     evaluation_top_p: float = Field(0.7, gt=0, le=1)
     evaluation_resamples: int = Field(0, ge=0)              # of the bootstrap intervals; 0 records none
     checkpoint_every: int = Field(50, ge=1)
+    keep_weights_at: tuple[int, ...] = ()                   # updates after which the whole weights are kept in the record
     threads: int = Field(1, ge=1)                           # of torch: another number sums in another order
 
     @model_validator(mode="after")
     def _rank_below_selection(self):
-        if self.method != "dense" and self.rank > self.selected_above:
+        if self.method != "dense" and self.rank > self.selected_above + 1:
             raise ValueError(f"rank is {self.rank}, but matrices with min(d, k) above selected_above = {self.selected_above} "
-                             "are selected: set selected_above to at least the rank")
+                             "are selected: set selected_above to at least the rank − 1")
         return self
 
     @model_validator(mode="after")
@@ -101,10 +106,22 @@ class RunConfig(BaseModel):
     def _rollout_can_keep_up(self):
         if self.sync == "none" and self.rollout != "in_process":
             raise ValueError(f"rollout is {self.rollout!r}, whose weights have to keep up with the trainer's: set sync to exact, lossy or full")
-        if self.sync != "none" and (self.method, self.trainable) != ("logra", "selected"):
-            raise ValueError(f"sync is {self.sync!r}, which sends LoGRA's selected matrices alone: set method to logra and trainable to selected")
+        if self.sync != "none" and self.trainable != "selected":
+            raise ValueError(f"sync is {self.sync!r}, which sends the selected matrices alone: set trainable to selected")
+        if self.sync in ("exact", "lossy") and self.method != "logra":
+            raise ValueError(f"sync is {self.sync!r}, which sends LoGRA's low-rank updates, but method is {self.method!r}: set sync to full")
         if self.sync in ("exact", "lossy") and self.bits is None:
             raise ValueError(f"sync is {self.sync!r}, but an update that is not rounded (bits: null) cannot be sent: set bits to 8 or 16, or sync to none or full")
+        return self
+
+    @model_validator(mode="after")
+    def _switches_have_what_they_switch(self):
+        if self.checkpoint_projections and not (self.checkpointing and self.method == "logra"):
+            raise ValueError("checkpoint_projections keeps LoGRA's projections under activation checkpointing: set checkpointing to true and method to logra, or drop it")
+        if self.keep_weights_at and self.method == "lora":
+            raise ValueError("keep_weights_at keeps a model's own weights, which LoRA does not change: drop it")
+        if self.share_inputs and self.method != "logra":
+            raise ValueError(f"share_inputs shares LoGRA's projections, but method is {self.method!r}: drop it")
         return self
 
     def hash(self) -> str:

@@ -103,16 +103,16 @@ class Engines:
                 self.actors[i] = self._actor(i)
             failed = self._ask({i: ("ready",) for i in failed}, _START)[1]
 
-    def generate(self, prompts, seed, max_new_tokens, temperature, version) -> Rollout:
+    def generate(self, prompts, seed, max_new_tokens, temperature, version, top_p=1.0) -> Rollout:
         """As `vllm_rollout.VLLM.generate`, in the order of the prompts. Raises SyncError ("interrupted") where an engine was started anew:
         push full weights and ask for the same again."""
-        asked = (tuple(prompts), seed, max_new_tokens, temperature, version)
+        asked = (tuple(prompts), seed, max_new_tokens, temperature, version, top_p)
         if asked != self.asked:
             self.asked, self.parts = asked, {}
         tokens = encode(self.tokenizer, prompts).attention_mask.sum(1).tolist()
         hands = {i: rows for i, rows in enumerate(dealt(tokens, len(self.actors))) if rows}
         calls = {i: ("generate", dict(prompts=[prompts[row] for row in rows], seed=seed, max_new_tokens=max_new_tokens, temperature=temperature,
-                                      version=version, places=rows), b"") for i, rows in hands.items() if i not in self.parts}
+                                      version=version, places=rows, top_p=top_p), b"") for i, rows in hands.items() if i not in self.parts}
         answers, failed = self._ask(calls, self.seconds)
         refused = None
         for i, (tensors, about) in ((i, wire.unpack(body)) for i, body in answers.items()):

@@ -15,13 +15,14 @@ _LEVEL = 0.95                                               # of the bootstrap i
 def evaluate(model, tokenizer, task, config, update: int) -> dict:
     """One row of `evaluations.parquet`, see `summary`: of the responses that `model` gives here to the evaluation problems."""
     def sample(prompts, seed):
-        return generate(model, tokenizer, prompts, seed, config.max_new_tokens, config.evaluation_temperature, config.evaluation_top_p, recorded=False)
+        return generate(model, tokenizer, prompts, seed, config.max_new_tokens, config.evaluation_temperature, config.evaluation_top_p, recorded=False, length=config.context)
 
     return evaluate_with(sample, task, config, update)
 
 
-def evaluate_with(sample, task, config, update: int) -> dict:
-    """The same with responses from elsewhere: sample(prompts, seed) -> Rollout, one response a prompt.
+def evaluate_with(sample, task, config, update: int, led=lambda work: work()) -> dict:
+    """The same with responses from elsewhere: sample(prompts, seed) -> Rollout, one response a prompt. led: over ranks, `Ranks.led`: all
+    sample in step, and one of them scores.
 
     The problems are the first `evaluation_prompts` of the task's evaluation split, the same at every update.
     """
@@ -32,7 +33,7 @@ def evaluate_with(sample, task, config, update: int) -> dict:
     for start in range(0, len(problems), _BATCH):
         part = problems[start:start + _BATCH]
         out = sample([p.prompt for p in part], named_seed(config.seed, "evaluate", update, start))
-        scored = rewards.score(task, part, out.texts, binary=False, limit=config.verifier_seconds)
+        scored = led(lambda: rewards.score(task, part, out.texts, binary=False, limit=config.verifier_seconds))
         scores += scored.rewards
         for name, number in scored.metrics().items():
             counts[name] = counts.get(name, 0) + number

@@ -7,7 +7,7 @@ import torch
 
 import logra
 from logra.rl.config import RunConfig
-from logra.rl.ranks import Alone, Ranks
+from logra.rl.ranks import Alone, Ranks, whole_tensor
 from logra.rl.rollout import Rollout, named_seed
 
 
@@ -45,22 +45,39 @@ class AdamW:
         self.optimizer.zero_grad()
         return {"learning_rate": group["lr"], "gradient_norm": norm}
 
-    def state_dict(self) -> dict:
-        return self.ranks.whole(self.optimizer.state_dict())
 
-    def load_state_dict(self, state: dict) -> None:
-        self.optimizer.load_state_dict(state)
-        for parameter, moments in self.optimizer.state.items():
-            moments.update({name: self.ranks.own(x, parameter) for name, x in moments.items() if x.shape == parameter.shape})
+class Matrices(logra.Sketches):
+    """What keeping a rollout up with full weights asks of a method without sketches: whose its selected matrices are, their version, their whole weights."""
+
+    def __init__(self, model, names: list[str], seed: int):
+        super().__init__(model, 0, "none", seed, False, False, False)
+        self._sketches = {name: _Matrix(model, name) for name in names}
+
+
+class _Matrix:
+    def __init__(self, model, name: str):
+        self.model, self.name = model, name
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """W, or W + B A of what has an adapter: a collective where it is sharded."""
+        module = self.model.get_submodule(self.name)
+        if not isinstance(module, peft.tuners.lora.LoraLayer):
+            return module.weight
+        W, A, B = map(whole_tensor, (module.base_layer.weight, module.lora_A.default.weight, module.lora_B.default.weight))
+        return W + B @ A * module.scaling["default"]
 
 
 class Dense:
     """Ordinary gradients and AdamW, on the selected matrices or on everything."""
 
     def __init__(self, model, config: RunConfig, ranks: Alone | Ranks):
-        self.updates = 0
+        self.updates, self.applied = 0, None
+        self.sketches = Matrices(model, selected(model, config) if config.sync != "none" else [], config.seed)
+        if config.sync != "none":
+            self.sketches.base                              # while the weights are whole, without adapters, and those of no update
         self.choose(model, config)
-        ranks.shard(model)
+        ranks.shard(model, config.offload)
         self.adamw = AdamW([p for p in model.parameters() if p.requires_grad], config, ranks)
 
     def choose(self, model, config: RunConfig) -> None:
@@ -71,16 +88,23 @@ class Dense:
                 parameter.requires_grad_(name in chosen)
 
     def update(self, timed, batch: Rollout, logprobs) -> dict:
-        self.updates += 1
         with timed("update"):
-            return self.adamw.step(self.updates)
+            row = self.adamw.step(self.updates + 1)
+        self.updates += 1
+        self.sketches.update = self.updates + 1
+        return row
+
+    def discard(self) -> None:
+        """Forget what the backwards of an update that is not made have added up."""
+        self.adamw.optimizer.zero_grad()
 
     def state_dict(self) -> dict:
-        return {"updates": self.updates, "optimizer": self.adamw.state_dict()}
+        return {"updates": self.updates, "optimizer": self.adamw.optimizer.state_dict()}
 
     def load_state_dict(self, state: dict) -> None:
         self.updates = state["updates"]
-        self.adamw.load_state_dict(state["optimizer"])
+        self.sketches.update = self.updates + 1
+        self.adamw.optimizer.load_state_dict(state["optimizer"])
 
 
 class LoRA(Dense):
@@ -103,9 +127,9 @@ class LoGRA:
     def __init__(self, model, config: RunConfig, ranks: Alone | Ranks):
         self.model, self.config, self.ranks = model, config, ranks
         self.sketches = logra.attach(model, config.rank, config.projection, config.seed, config.refresh, modules=selected(model, config),
-                                     freeze_rest=config.trainable == "selected", keep_projections=ranks.count == 1)
+                                     freeze_rest=config.trainable == "selected", keep_projections=ranks.count == 1, share_inputs=config.share_inputs)
         self.sketches.base                                  # while the weights are whole, and those of no update
-        ranks.shard(model)
+        ranks.shard(model, config.offload)
         step = dict(relative_step=config.relative_step, bits=config.bits)
         self.optimizer = (logra.RowAdam(self.sketches, beta2=config.beta2, **step) if config.optimizer == "rowadam"
                           else logra.SketchSGD(self.sketches, **step))
@@ -117,8 +141,13 @@ class LoGRA:
         self.rest = AdamW(rest, config, ranks) if rest else None
 
     def update(self, timed, batch: Rollout, logprobs) -> dict:
-        with self.ranks.reduced(self.sketches):
-            return self._update(timed, batch, logprobs)
+        before = self.control.state_dict()
+        try:
+            with self.ranks.reduced(self.sketches):
+                return self._update(timed, batch, logprobs)
+        except FloatingPointError:
+            self.control.load_state_dict(before)            # κ had this batch's mismatch in it
+            raise
 
     def _update(self, timed, batch: Rollout, logprobs) -> dict:
         config, sketches, ranks = self.config, self.sketches, self.ranks
@@ -145,15 +174,21 @@ class LoGRA:
             realised = ranks.run(logra.realised_kl, self.model, update, contexts, temperature=config.temperature, applied=True, micro_batch=config.micro_batch)
         return row | {"alpha": alpha, "predicted_kl": alpha ** 2 * q, "realised_kl": realised}
 
+    def discard(self) -> None:
+        """Forget what the backwards of an update that is not made have added up."""
+        self.optimizer.zero_grad()
+        if self.rest is not None:
+            self.rest.optimizer.zero_grad()
+
     def state_dict(self) -> dict:
-        rest = None if self.rest is None else self.rest.state_dict()
-        return {"optimizer": self.ranks.whole(self._of_rows(self.optimizer.state_dict(), self.ranks.gathered)), "control": self.control.state_dict(), "rest": rest}
+        rest = None if self.rest is None else self.rest.optimizer.state_dict()
+        return {"optimizer": self._of_rows(self.optimizer.state_dict(), self.ranks.of_rows), "control": self.control.state_dict(), "rest": rest}
 
     def load_state_dict(self, state: dict) -> None:
-        self.optimizer.load_state_dict(self._of_rows(state["optimizer"], self.ranks.rows))
+        self.optimizer.load_state_dict(self._of_rows(state["optimizer"], self.ranks.rows_of))
         self.control.load_state_dict(state["control"])
         if self.rest is not None:
-            self.rest.load_state_dict(state["rest"])
+            self.rest.optimizer.load_state_dict(state["rest"])
 
     def _of_rows(self, state: dict, change) -> dict:
         """RowAdam's state with change(v_d, d) in the place of each matrix's statistics."""

@@ -43,12 +43,12 @@ def model_folder(name: str) -> Path:
 class OwnWeights:
     """The trainer's own model samples: nothing to keep up with."""
 
-    def __init__(self, model, tokenizer):
-        self.model, self.tokenizer = model, tokenizer
+    def __init__(self, model, tokenizer, length: int | None = None):
+        self.model, self.tokenizer, self.length = model, tokenizer, length
 
     def generate(self, prompts, seed, max_new_tokens, temperature) -> Rollout:
         self.model.eval()
-        return generate(self.model, self.tokenizer, prompts, seed, max_new_tokens, temperature)
+        return generate(self.model, self.tokenizer, prompts, seed, max_new_tokens, temperature, length=self.length)
 
     def publish(self, update) -> dict:
         return {}
@@ -60,8 +60,9 @@ class OwnWeights:
 class Copy:
     """A second model in this process, and its receiver."""
 
-    def __init__(self, model: str, mode: str, dtype: str):
+    def __init__(self, model: str, mode: str, dtype: str, length: int | None = None):
         self.model, self.tokenizer = base_model(model)
+        self.length = length
         self.model.requires_grad_(False)                    # as the trainer's is: torch picks other kernels otherwise, with other last bits
         self.receiver = sync.Receiver(self.model, mode, dtype=getattr(torch, dtype))
 
@@ -72,7 +73,7 @@ class Copy:
             raise sync.SyncError("interrupted", f"update {held.interrupted} was cut off half-way in the rollout engine")
         if version is not None and (held.run is None or held.version != version):
             raise sync.SyncError("gap", f"the rollout engine holds version {held.version}{' of no run' if held.run is None else ''}, wanted {version}")
-        return generate(self.model, self.tokenizer, prompts, seed, max_new_tokens, temperature)
+        return generate(self.model, self.tokenizer, prompts, seed, max_new_tokens, temperature, length=self.length)
 
     def apply(self, message: bytes) -> sync.Acknowledgement:
         return self.receiver.apply(message)
@@ -135,8 +136,8 @@ class Process:
         with suppress(OSError):                             # closing sends what is left over, to nobody
             self.stream.close()
 
-    def generate(self, prompts, seed, max_new_tokens, temperature, version) -> Rollout:
-        tensors, about = self._call("generate", prompts=list(prompts), seed=seed, max_new_tokens=max_new_tokens, temperature=temperature, version=version)
+    def generate(self, prompts, seed, max_new_tokens, temperature, version, **more) -> Rollout:
+        tensors, about = self._call("generate", prompts=list(prompts), seed=seed, max_new_tokens=max_new_tokens, temperature=temperature, version=version, **more)
         return Rollout(*(tensors[name] for name in TENSORS), about["texts"])
 
     def apply(self, message: bytes) -> sync.Acknowledgement:
@@ -176,12 +177,13 @@ class Synchronised:
         self.sampled: dict = {}                             # which weights the last rollout came from
         self._at: sync.Report | None = None
 
-    def generate(self, prompts, seed, max_new_tokens, temperature) -> Rollout:
+    def generate(self, prompts, seed, max_new_tokens, temperature, **more) -> Rollout:
+        """more: top_p, for vLLM's engines alone, and for evaluation: sampled log-probabilities would not be the policy's."""
         arguments = (prompts, seed, max_new_tokens, temperature, self.sketches.update - 1)
         def made():
             if self._at is None:                            # a fresh start or a resume
                 self._at = self.publisher.push()
-            return self.engine.generate(*arguments)
+            return self.engine.generate(*arguments, **more)
 
         batch = self._again(made)
         self.sampled = {"rollout_version": self._at.version, "rollout_weights": self._at.weights}
@@ -218,11 +220,11 @@ class Synchronised:
 def place(config: RunConfig, model, tokenizer, method):
     """The engine that a configuration asks for. Raises FileNotFoundError where the interpreter that has vLLM is missing."""
     if config.sync == "none":
-        return OwnWeights(model, tokenizer)
+        return OwnWeights(model, tokenizer, config.context)
     sketches = method.sketches
     sketches.run, sketches.session = config.hash(), time.time_ns()
     sketches.base                                           # of the base weights, before a resume replaces them
-    settings = dict(model=config.model, mode=config.sync, dtype=config.rollout_dtype)
+    settings = dict(model=config.model, mode=config.sync, dtype=config.rollout_dtype) | ({"length": config.context} if config.context else {})
     if config.rollout == "in_process":
         return Synchronised(Copy(**settings), sketches, config.sync)
     python = vllm_python() if config.rollout in ("vllm", "ray") else sys.executable

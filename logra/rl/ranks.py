@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 from logra.coverage import decoder_blocks
 from logra.linear import Sketches
@@ -37,8 +37,9 @@ class Alone:
 
     number, count = 0, 1
 
-    def shard(self, model: nn.Module) -> None:
-        pass
+    def shard(self, model: nn.Module, offload: bool = False) -> None:
+        if offload:
+            raise ValueError("offload is FSDP's, and this process has no ranks: start it by torchrun, or set offload to false")
 
     def run(self, function: Callable, *arguments, **keywords):
         return function(*arguments, **keywords)
@@ -69,16 +70,13 @@ class Alone:
     def square(self, x: torch.Tensor) -> float:
         return float(x.double().square().sum())
 
-    def whole(self, state):
-        return state
+    def of_rows(self, x_d: torch.Tensor, d: int) -> torch.Tensor:
+        return x_d
 
-    def own(self, whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        return whole
+    rows_of = of_rows
 
-    def gathered(self, x: torch.Tensor, d: int) -> torch.Tensor:
-        return x
-
-    rows = gathered
+    def empty(self, shape, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
 
 
 class Ranks:
@@ -93,12 +91,13 @@ class Ranks:
 
     # the model ------------------------------------------------------------------------------------------------------------
 
-    def shard(self, model: nn.Module) -> None:
+    def shard(self, model: nn.Module, offload: bool = False) -> None:
         """`fully_shard` each decoder block, and what is left with the root. Before any optimizer is made: it changes the parameters."""
-        mesh = init_device_mesh(self.device.type, (self.count,))
+        self.mesh = mesh = init_device_mesh(self.device.type, (self.count,))
+        policy = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if offload else OffloadPolicy()
         for block in decoder_blocks(model, model).values():
-            fully_shard(block, mesh=mesh)
-        self.root = fully_shard(_Root(model), mesh=mesh)
+            fully_shard(block, mesh=mesh, offload_policy=policy)
+        self.root = fully_shard(_Root(model), mesh=mesh, offload_policy=policy)
         for module in self.root.modules():
             if hasattr(module, "set_gradient_divide_factor"):
                 module.set_gradient_divide_factor(1.0)      # the loss is the whole batch's token mean already: shares add up
@@ -202,31 +201,21 @@ class Ranks:
         """The squared norm of a whole from each rank's rows."""
         return self.total(float(own_rows(x).local.double().square().sum()))
 
-    def whole(self, state):
-        """A state dict with whole tensors, on rank 0's CPU; None for them elsewhere."""
-        if isinstance(state, dict):
-            return {key: self.whole(value) for key, value in state.items()}
-        if isinstance(state, list):
-            return [self.whole(value) for value in state]
-        if isinstance(state, torch.Tensor):
-            tensor = whole_tensor(state)
-            return tensor.cpu() if self.number == 0 else None
-        return state
+    def of_rows(self, rows_d: torch.Tensor, d: int) -> DTensor:
+        """The whole [d] of which each rank has its rows, for a checkpoint."""
+        return DTensor.from_local(rows_d, self.mesh, [Shard(0)], run_check=False, shape=(d,), stride=(1,))
 
-    def own(self, whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a whole tensor, as `like` is sharded."""
-        if not isinstance(like, DTensor):
-            return whole
-        local = whole[own_rows(like).rows].to(like.device, copy=True)
-        return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
-
-    def gathered(self, rows_d: torch.Tensor, d: int) -> torch.Tensor:
-        """The whole [d] from every rank's rows."""
-        return self.shards.gather(rows_d, d)
-
-    def rows(self, whole_d: torch.Tensor, d: int) -> torch.Tensor:
+    def rows_of(self, x_d: DTensor, d: int) -> torch.Tensor:
         """This rank's rows of it."""
-        return whole_d[self.shards.rows(d)]
+        return x_d.to_local()
+
+    def empty(self, shape, dtype: torch.dtype) -> torch.Tensor:
+        """Room for a checkpoint's tensor: this rank's rows of it, as FSDP would shard it; a number is whole on every rank."""
+        if not shape:
+            return torch.empty((), dtype=dtype)
+        rows = self.shards.rows(shape[0])
+        local = torch.empty((rows.stop - rows.start, *shape[1:]), dtype=dtype, device=self.device)
+        return DTensor.from_local(local, self.mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=torch.empty(shape, device="meta").stride())
 
 
 class _Root(nn.Module):
@@ -246,12 +235,12 @@ class _Rollout:
     def __init__(self, ranks: Ranks, engine, in_step: bool):
         self.ranks, self.engine, self.in_step, self.seconds = ranks, engine, in_step, 0.0
 
-    def generate(self, *arguments) -> Rollout:
+    def generate(self, *arguments, **more) -> Rollout:
         ranks = self.ranks
         if self.in_step:
-            made = moved(ranks.run(self.engine.generate, *arguments), torch.device("cpu"))
+            made = moved(ranks.run(self.engine.generate, *arguments, **more), torch.device("cpu"))
             return moved(ranks.led(lambda: made), ranks.device)
-        return moved(ranks.led(lambda: moved(self.engine.generate(*arguments), torch.device("cpu"))), ranks.device)
+        return moved(ranks.led(lambda: moved(self.engine.generate(*arguments, **more), torch.device("cpu"))), ranks.device)
 
     def publish(self, update) -> dict:
         row, self.seconds = self.ranks.led(lambda: (self.engine.publish(update), self.engine.seconds))

@@ -58,17 +58,24 @@ def named_seed(*parts) -> int:
 
 @torch.no_grad()
 def generate(model, tokenizer, prompts: Sequence[str], seed: int, max_new_tokens: int, temperature: float = 1.0,
-             top_p: float = 1.0, recorded: bool = True) -> Rollout:
+             top_p: float = 1.0, recorded: bool = True, length: int | None = None) -> Rollout:
     """One sampled response to each prompt. `seed` alone decides the draws; torch's global generators are left as they were.
 
     recorded: with log-probabilities, for training; then top_p must be 1, for a truncated distribution is not the policy's.
-    Raises ValueError for an empty prompt list or for top_p < 1 with recorded.
+    length: tokens that a prompt and its response have together at most; None: no such limit.
+    Raises ValueError for an empty prompt list, for top_p < 1 with recorded, or for a prompt that leaves no room.
     """
     if not prompts:
         raise ValueError("no prompts were given: a rollout needs one at least")
     if recorded and top_p < 1:
         raise ValueError(f"top_p is {top_p}: a training rollout needs 1, since sampled log-probabilities would be those of a truncated distribution")
     inputs = encode(tokenizer, prompts).to(model.device)
+    room = torch.full((len(prompts),), max_new_tokens, device=model.device)
+    if length is not None:
+        room = room.minimum(length - inputs.attention_mask.sum(1))
+        if int(room.min()) < 1:
+            raise ValueError(f"a prompt has {length - int(room.min())} tokens, and it may have no more than {length - 1} if a response is to follow: raise the context, or drop the prompt")
+        max_new_tokens = int(room.max())
     stops = _stops(model, tokenizer)
     recorder, processors = _Recorder(), LogitsProcessorList()
     if temperature != 1:
@@ -83,8 +90,9 @@ def generate(model, tokenizer, prompts: Sequence[str], seed: int, max_new_tokens
     start = inputs.input_ids.shape[1]
     generated = out[:, start:]
     ends = torch.isin(generated, torch.tensor(stops, device=generated.device))
+    ends &= torch.arange(generated.shape[1], device=generated.device) < room[:, None]
     complete = ends.any(1)
-    lengths = torch.where(complete, ends.int().argmax(1) + 1, generated.shape[1])
+    lengths = torch.where(complete, ends.int().argmax(1) + 1, room.clamp(max=generated.shape[1]))
     if recorded:
         recorder.look_up(generated[:, -1])
         logprobs = torch.stack(recorder.logprobs, 1)

@@ -4,7 +4,8 @@
     torchrun --nproc-per-node 4 -m logra.rl.train CONFIG.yaml ...       the same over N ranks: see `rl.ranks`
 
 A run's folder holds config.json, environment.json, metrics.parquet and timings.parquet (one row an update), evaluations.parquet;
-while it runs, log.jsonl, and a checkpoint from which --resume goes on bit for bit, or on another number of ranks. Ctrl-C leaves a checkpoint behind.
+while it runs, log.jsonl, and checkpoints (`rl.checkpoint`) from which --resume goes on bit for bit, or on another number of ranks. --wall-clock,
+SIGTERM and SIGUSR1 end it with a checkpoint (`rl.stopping` has the exit codes). `rl.logs` shows it while it runs.
 """
 
 import argparse
@@ -24,17 +25,22 @@ import torch.distributed as dist
 import yaml
 
 import logra
-from logra.rl import rewards
+from logra.checkpointing import keep_projections
+from logra.rl import rewards, stopping
+from logra.rl.checkpoint import Checkpoints
 from logra.rl.config import RunConfig
-from logra.rl.evaluate import evaluate
+from logra.rl.evaluate import evaluate_with
 from logra.rl.learner import base_sha256
+from logra.rl.logs import Logs
 from logra.rl.loss import policy_loss, token_logprobs
 from logra.rl.methods import Dense, LoGRA, LoRA
 from logra.rl.placement import base_model
-from logra.rl.ranks import Alone, Ranks, launched
+from logra.rl.ranks import Alone, Ranks, launched, whole_tensor
 from logra.rl.records import records_root, write_whole
-from logra.rl.rollout import named_seed
+from logra.rl.rollout import generate, named_seed
+from logra.rl.stopping import Limit, Stopped
 from logra.rl.tasks import task as make_task
+from logra.shards import own_rows
 
 
 class Trainer:
@@ -47,10 +53,13 @@ class Trainer:
         self.task = make_task(config.task, **config.task_config)
         self.method = {"logra": LoGRA, "dense": Dense, "lora": LoRA}[config.method](self.model, config, ranks)
         if config.checkpointing:
-            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            kept = {"context_fn": keep_projections} if config.checkpoint_projections else {}
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, **kept})
         self.rollout = ranks.place(config, self.model, self.tokenizer, self.method)
         self.update, self.baseline, self.equal = 0, 0.0, 0   # equal: batches in a row of one reward alone
+        self.skipped = self.bad = 0                         # updates not made, in all and in a row until now
         self.seconds: dict[str, float] = {}
+        self._row: dict = {}                                # what is known of the update that is being made
 
     @contextmanager
     def _timed(self, part: str):
@@ -76,19 +85,38 @@ class Trainer:
             self.model.train()
             loss, logprobs = self._backward(batch, advantages, tokens)
             self.model.eval()
-        if not math.isfinite(loss):
-            raise FloatingPointError(f"the loss of update {u} is {loss}: nothing was applied")
         row = {"update": u, "reward": float(reward.mean()), "baseline": self.baseline, "loss": loss,
                "length": tokens / len(batch), "truncated": float((~batch.complete).double().mean()), "tokens": tokens,
                **scores.metrics(), "mismatch": float((batch.logprobs[batch.response_mask] - logprobs).double().mean())}
+        self._row = dict(row)
+        if not math.isfinite(loss):
+            raise FloatingPointError(f"the loss of update {u} is {loss}: nothing was applied")
         self.equal, warning = rewards.all_equal(scores, self.equal)
         row |= warning | self.method.update(self._timed, batch, logprobs)
         if config.sync != "none":
             row |= self.rollout.publish(self.method.applied)
             self.seconds["sync"] = self.rollout.seconds
         self.baseline = config.baseline_decay * self.baseline + (1 - config.baseline_decay) * float(reward.mean())
-        self.update = u
+        self.update, self.bad = u, 0
         return row
+
+    def advance(self) -> dict:
+        """`step`; or, where that meets a number that is not finite, the row of an update that was not made: its prompts are used up, all else is as
+        before. A run without one has no column `skipped`, their number until then."""
+        try:
+            row = self.step()
+        except FloatingPointError as error:
+            self.method.discard()
+            self.update, self.skipped, self.bad, row = self.update + 1, self.skipped + 1, self.bad + 1, self._row
+            if self.ranks.number == 0:
+                print(f"update {self.update} is skipped, {self.bad} in a row: {error}", file=sys.stderr, flush=True)
+        return row | ({"skipped": self.skipped} if self.skipped else {})
+
+    def go_back(self) -> bool:
+        """To after the last update that was made. Returns whether its weights are finite."""
+        self.update, self.skipped, self.bad = self.update - self.bad, self.skipped - self.bad, 0
+        broken = sum(not torch.isfinite(own_rows(x).local).all() for x in self.model.state_dict().values() if x.dim())
+        return self.ranks.total(float(broken)) == 0
 
     def _backward(self, batch, advantages, tokens) -> tuple[float, torch.Tensor]:
         """Every micro-batch's backward: the batch's loss, and log π of its generated tokens. tokens: of the whole batch, whichever rank has them."""
@@ -108,26 +136,36 @@ class Trainer:
         return self.ranks.total(loss), self.ranks.joined(batch, parts)
 
     def evaluate(self) -> dict:
+        """One row of evaluations: vLLM's engines sample where there are some, else the trainer's own weights, all ranks in step; rank 0 scores."""
+        config = self.config
         self.model.eval()
-        row = self.ranks.run(evaluate, self.model, self.tokenizer, self.task, self.config, self.update)
-        return self.ranks.led(lambda: row)                  # of rank 0, should a verifier have run out of time on one of them alone
+
+        def sample(prompts, seed):
+            how = (prompts, seed, config.max_new_tokens, config.evaluation_temperature)
+            if config.rollout in ("vllm", "ray"):
+                return self.rollout.generate(*how, top_p=config.evaluation_top_p)
+            return self.ranks.run(generate, self.model, self.tokenizer, *how, config.evaluation_top_p, recorded=False, length=config.context)
+
+        return evaluate_with(sample, self.task, config, self.update, self.ranks.led)
 
     def state_dict(self) -> dict:
-        """On rank 0 the whole state; elsewhere without tensors."""
-        return {"update": self.update, "baseline": self.baseline, "equal": self.equal, "model": self.ranks.whole(self.model.state_dict()), "method": self.method.state_dict()}
+        """All that the next update depends on; over N ranks, this one's rows of it."""
+        return {"update": self.update, "baseline": self.baseline, "equal": self.equal, "skipped": self.skipped, "bad": self.bad,
+                "model": self.model.state_dict(), "method": self.method.state_dict()}
 
     def load_state_dict(self, state: dict) -> None:
-        self.update, self.baseline, self.equal = state["update"], state["baseline"], state.get("equal", 0)
-        own = self.model.state_dict()
-        self.model.load_state_dict({name: self.ranks.own(x, own[name]) if name in own else x for name, x in state["model"].items()})
+        self.update, self.baseline, self.equal, self.skipped, self.bad = (state[name] for name in ("update", "baseline", "equal", "skipped", "bad"))
+        self.model.load_state_dict(state["model"])
         self.method.load_state_dict(state["method"])
 
 
-def run(config: RunConfig, folder: Path, resume: bool = True) -> Path:
+def run(config: RunConfig, folder: Path, resume: bool = True, limit: Limit | None = None, shown: bool = False) -> Path:
     """Make the record of one run in `folder`, from its checkpoint if there is one and `resume` is on. Returns the folder.
 
     Where a process group exists its ranks do this together, each calling it with the same arguments; they see the same folder, and rank 0 writes.
-    Raises FileExistsError if the folder holds another run, or this one when resume is off.
+    limit: when to stop, with a checkpoint. shown: to TensorBoard and W&B as well, see `rl.logs`.
+    Raises FileExistsError if the folder holds another run, or this one when resume is off; Stopped at the limit, or after three updates in a
+    row that could not be made, with a checkpoint of the last good state.
     """
     ranks = Ranks() if dist.is_initialized() else Alone()
     folder = Path(folder)
@@ -135,38 +173,65 @@ def run(config: RunConfig, folder: Path, resume: bool = True) -> Path:
         return folder
     torch.set_num_threads(config.threads)
     torch.use_deterministic_algorithms(True)
-    trainer, log = Trainer(config, ranks), folder / "log.jsonl"
-    rows = _restore(trainer, folder, log)
+    trainer, checkpoints, log, limit = Trainer(config, ranks), Checkpoints(folder, ranks), folder / "log.jsonl", limit or Limit()
+    rows = _restore(trainer, checkpoints, log)
     if ranks.number == 0:
-        write_whole(folder / "environment.json", json.dumps(_environment(config, folder, ranks.count) | _data(trainer.task), indent=1) + "\n")
-    start, done = time.perf_counter(), trainer.update
+        write_whole(folder / "environment.json", json.dumps(_environment(config, folder, ranks.count, trainer.task), indent=1) + "\n")
+    logs = Logs(config, folder, trainer.update) if shown and ranks.number == 0 else None
+    start, done, saved, longest = time.perf_counter(), trainer.update, trainer.update, 0.0
     with (log if ranks.number == 0 else Path(os.devnull)).open("a") as stream:
         def note(kind, row):
             rows.append({"kind": kind, **row})
             stream.write(json.dumps(rows[-1]) + "\n")
             stream.flush()
+            if logs is not None:
+                logs(kind, row)
+
+        def save():
+            nonlocal saved
+            if saved != trainer.update:
+                checkpoints.save(trainer.update, trainer.state_dict())
+                saved = trainer.update
 
         try:
             if not any(row["kind"] == "evaluation" for row in rows):
                 note("evaluation", trainer.evaluate())
             while trainer.update < config.updates:
+                if why := ranks.led(lambda: limit.reached(longest)):
+                    save()
+                    raise Stopped(stopping.GO_ON, why, trainer.update)
                 began = time.perf_counter()
-                row = trainer.step()
+                row = trainer.advance()
                 note("metrics", row)
                 note("timings", {"number": trainer.update, **trainer.seconds, "total": time.perf_counter() - began})    # `update` is a part's seconds
                 due = trainer.update % config.evaluate_every == 0 and trainer.update >= config.evaluate_from
                 if due or trainer.update == config.updates:
                     note("evaluation", trainer.evaluate())
-                if trainer.update % config.checkpoint_every == 0:
-                    _save(trainer, folder)
+                if trainer.bad == stopping.BAD_IN_A_ROW:
+                    if trainer.go_back():
+                        save()
+                    raise Stopped(stopping.NOT_FINITE, f"{stopping.BAD_IN_A_ROW} updates in a row met numbers that are not finite", trainer.update)
+                if trainer.update % config.checkpoint_every == 0 and not trainer.bad:
+                    save()
+                if trainer.update in config.keep_weights_at:
+                    _keep_weights(trainer, folder / f"weights-{trainer.update:06d}")
+                longest = max(longest, time.perf_counter() - began)
                 rate = (time.perf_counter() - start) / (trainer.update - done)
                 _progress(row, trainer, rate * (config.updates - trainer.update), rows)
         except KeyboardInterrupt:
             if ranks.number == 0:
                 print(f"\nstopped after update {trainer.update} of {config.updates}; --resume goes on from the last checkpoint", file=sys.stderr)
             raise
+        except Stopped as stopped:
+            checkpoints.wait()
+            if ranks.number == 0:
+                write_whole(folder / "stopped.json", json.dumps({"code": stopped.code, "why": stopped.why, "update": stopped.update}) + "\n")
+            raise
         finally:
             trainer.rollout.close()
+            if logs is not None:
+                logs.close()
+    checkpoints.wait()
     ranks.led(lambda: _complete(folder, rows, log))
     return folder
 
@@ -181,6 +246,9 @@ def _begun(config: RunConfig, folder: Path, resume: bool) -> bool:
     if (folder / "metrics.parquet").exists():
         return True
     write_whole(written, text)
+    (folder / "stopped.json").unlink(missing_ok=True)
+    for cut_off in (folder / "checkpoint").glob(".*.aside"):
+        shutil.rmtree(cut_off, ignore_errors=True)
     return False
 
 
@@ -193,23 +261,34 @@ def _complete(folder: Path, rows: list[dict], log: Path) -> None:
     shutil.rmtree(folder / "checkpoint", ignore_errors=True)
 
 
-def _save(trainer: Trainer, folder: Path) -> None:
-    state, aside = trainer.state_dict(), folder / ".checkpoint.aside"
-    if trainer.ranks.number != 0:
-        return
-    torch.save(state, aside)
-    (folder / "checkpoint").mkdir(exist_ok=True)
-    aside.replace(folder / "checkpoint" / "state.pt")
+def _keep_weights(trainer: Trainer, folder: Path) -> None:
+    """The whole float32 weights, as a folder that `models.load` reads."""
+    from safetensors.torch import save_file
+
+    tied = (trainer.model._tied_weights_keys or ()) if trainer.model.config.tie_word_embeddings else ()
+    whole = {}
+    for name, x in trainer.model.state_dict().items():
+        tensor = whole_tensor(x)
+        if trainer.ranks.number == 0 and name not in tied:
+            whole[name] = tensor.cpu().contiguous()
+    if trainer.ranks.number == 0:
+        aside = folder.with_name(f".{folder.name}.aside")
+        trainer.model.config.save_pretrained(aside)
+        trainer.model.generation_config.save_pretrained(aside)
+        trainer.tokenizer.save_pretrained(aside)
+        save_file(whole, aside / "model.safetensors", metadata={"format": "pt"})
+        shutil.rmtree(folder, ignore_errors=True)           # of an update that was gone back on
+        aside.rename(folder)
 
 
-def _restore(trainer: Trainer, folder: Path, log: Path) -> list[dict]:
+def _restore(trainer: Trainer, checkpoints: Checkpoints, log: Path) -> list[dict]:
     """Load the checkpoint, if there is one, and the rows up to it; what was logged after it is made again."""
-    state = folder / "checkpoint" / "state.pt"
-    if found := trainer.ranks.led(state.exists):
-        trainer.load_state_dict(torch.load(state, weights_only=True, mmap=True))
+    state = checkpoints.load({f"model/{name}": x for name, x in trainer.model.state_dict().items()})
+    if state is not None:
+        trainer.load_state_dict(state)
 
     def kept():
-        rows = [json.loads(line) for line in log.read_text().splitlines() if line.endswith("}")] if found else []
+        rows = [json.loads(line) for line in log.read_text().splitlines() if line.endswith("}")] if state is not None else []
         rows = [row for row in rows if row.get("number", row["update"]) <= trainer.update]
         log.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return rows
@@ -226,14 +305,15 @@ def _progress(row, trainer, left, rows) -> None:
           f"{row['tokens'] / sum(trainer.seconds.values()):.0f} tokens/s  Pass@1 {evaluations[-1]['pass_at_1']:.3f}  {left:.0f} s left", flush=True)
 
 
-def _data(task) -> dict:
-    """What a task read from files was trained and evaluated on."""
-    return {"data_sha256": task.sha256()} if hasattr(task, "sha256") else {}
-
-
-def _environment(config: RunConfig, folder: Path, ranks: int) -> dict:
-    return ({"ranks": ranks} if ranks > 1 else {}) | {"model_sha256": base_sha256(config.model), "python": platform.python_version(), "torch": torch.__version__, "logra": logra.__version__, "machine": platform.machine(),
-            "command": f"python -m logra.rl.train {folder.name}/config.json", "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+def _environment(config: RunConfig, folder: Path, ranks: int, task) -> dict:
+    found = {"model_sha256": base_sha256(config.model), "python": platform.python_version(), "torch": torch.__version__, "logra": logra.__version__,
+             "machine": platform.machine(), "command": f"python -m logra.rl.train {folder.name}/config.json",
+             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+    if ranks > 1:
+        found["ranks"] = ranks
+    if hasattr(task, "sha256"):
+        found["data_sha256"] = task.sha256()                # of what a task that reads files was trained and evaluated on
+    return found
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -241,16 +321,23 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("config", type=Path, help="a YAML or JSON file with the fields of RunConfig")
     parser.add_argument("--folder", type=Path, help="the record's folder (default: records/NAME-HASH)")
     parser.add_argument("--resume", action="store_true", help="go on from the folder's checkpoint")
+    parser.add_argument("--wall-clock", type=stopping.seconds, metavar="D-HH:MM:SS", help="stop before this much time has passed, with a checkpoint and exit code 75")
+    parser.add_argument("--no-logs", action="store_true", help="nothing for TensorBoard and W&B")
     options = parser.parse_args(arguments)
     config = RunConfig(**(yaml.safe_load(options.config.read_text()) or {}))
     folder = options.folder or records_root() / f"{config.name}-{config.hash()}"
+    limit = Limit(options.wall_clock).listen()
     ours = launched()
     try:
-        made = run(config, folder, options.resume)
+        made = run(config, folder, options.resume, limit, shown=not options.no_logs)
         if not ours or dist.get_rank() == 0:
             print(made)
     except KeyboardInterrupt:
         return 130
+    except Stopped as stopped:
+        if not ours or dist.get_rank() == 0:
+            print(f"{stopped}; --resume goes on from there", file=sys.stderr)
+        return stopped.code
     finally:
         if ours:
             dist.destroy_process_group()

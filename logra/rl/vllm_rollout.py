@@ -37,7 +37,7 @@ class VLLM:
 
         folder = model_folder(model)
         config = transformers.AutoConfig.from_pretrained(folder)
-        length = min(length, config.max_position_embeddings)
+        self.length = length = min(length, config.max_position_embeddings)
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         own = transformers.GenerationConfig.from_pretrained(folder).eos_token_id
         self.stops = sorted({self.tokenizer.eos_token_id, *([] if own is None else own if isinstance(own, list) else [own])})
@@ -47,7 +47,7 @@ class VLLM:
                        worker_extension_cls=vllm_engine.EXTENSION, weight_transfer_config=WeightTransferConfig(backend=vllm_engine.BACKEND))
         self.llm.init_weight_transfer_engine({"init_info": {"mode": mode, "lost_on": "device"}})
 
-    def generate(self, prompts, seed, max_new_tokens, temperature, version, places=None) -> Rollout:
+    def generate(self, prompts, seed, max_new_tokens, temperature, version, places=None, top_p=1.0) -> Rollout:
         """As `rollout.generate` does; `seed` and a prompt's place decide its draws (places: in the batch that these are a part of). Raises
         SyncError if the weights are not those of `version` (None: whichever they are)."""
         from vllm import SamplingParams
@@ -57,8 +57,8 @@ class VLLM:
             raise sync.SyncError("gap", f"the rollout engine holds {state}, wanted version {version}")
         inputs = encode(self.tokenizer, prompts)
         tokens = [ids[mask.bool()].tolist() for ids, mask in zip(inputs.input_ids, inputs.attention_mask)]
-        sampling = [SamplingParams(temperature=temperature, seed=named_seed(seed, place), max_tokens=max_new_tokens, logprobs=0, stop_token_ids=self.stops,
-                                   detokenize=False) for place in places or range(len(tokens))]
+        sampling = [SamplingParams(temperature=temperature, top_p=top_p, seed=named_seed(seed, place), max_tokens=min(max_new_tokens, self.length - len(ids)), logprobs=0,
+                                   stop_token_ids=self.stops, detokenize=False) for place, ids in zip(places or range(len(tokens)), tokens)]
         outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in tokens], sampling, use_tqdm=False)
         answers = [output.outputs[0] for output in outputs]
         rows = [torch.tensor([*ids, *answer.token_ids]) for ids, answer in zip(tokens, answers)]

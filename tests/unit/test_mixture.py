@@ -3,7 +3,6 @@
 import json
 import random
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -80,7 +79,7 @@ def test_evaluation_reports_the_mean_of_the_tasks_means(mixture, monkeypatch):
     model, tokenizer = learner.load_base()
     grades = {"short/spell_backward": 1.0, "short/word_sorting": 0.5, "short/complex_arithmetic": 0.25}
     monkeypatch.setattr(mixture, "verify", lambda response, problem: grades.get(problem.task, 0.0))
-    config = SimpleNamespace(evaluation_prompts=10_000, evaluation_samples=2, seed=1, max_new_tokens=1, evaluation_temperature=0.7, evaluation_top_p=0.95, verifier_seconds=10.0, evaluation_resamples=100)
+    config = RunConfig(evaluation_prompts=10_000, evaluation_samples=2, max_new_tokens=1, evaluation_top_p=0.95, verifier_seconds=10.0, evaluation_resamples=100)
     row = evaluate(model, tokenizer, mixture, config, 0)
     assert row["macro"] == pytest.approx(1.75 / 5) and row["macro"] != pytest.approx(row["score"])
     assert {name: row[f"score/{name}"] for name in mixture.members} == {name: grades.get(name, 0.0) for name in mixture.members}
@@ -117,7 +116,7 @@ def test_shipped_base_is_of_the_recipe_and_knows_part_of_every_task():
     assert sum(path.stat().st_size for path in mixture_learner.BASE.glob("*.safetensors")) <= 4_000_000
     model, tokenizer = learner.load_base(mixture_learner.BASE)
     assert tokenizer.get_vocab() == learner.tokenizer().get_vocab() and {p.dtype for p in model.parameters()} == {torch.float32}
-    config = SimpleNamespace(evaluation_prompts=10_000, evaluation_samples=1, seed=1, max_new_tokens=24, evaluation_temperature=0.7, evaluation_top_p=0.95, verifier_seconds=10.0, evaluation_resamples=100)
+    config = RunConfig(evaluation_prompts=10_000, evaluation_samples=1, max_new_tokens=24, evaluation_top_p=0.95, verifier_seconds=10.0, evaluation_resamples=100)
     row = evaluate(model, tokenizer, short_mixture(), config, 0)
     assert 0.25 < row["macro"] < 0.60 and 0.1 < row["truncated"] < 0.5      # the band in which the paper selected its tasks (C.2)
     assert min(value for name, value in row.items() if name.startswith("score/")) > 0.02

@@ -210,7 +210,7 @@ def test_a_killed_run_on_ranks_resumes_bit_for_bit_and_on_another_number_of_rank
     for pid in (process.pid, *map(int, children)):
         os.kill(pid, signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL, "the run ended before it was killed"
-    assert len(children) == 2 and (tmp_path / "cut" / "checkpoint" / "state.pt").exists()
+    assert len(children) == 2 and any((tmp_path / "cut" / "checkpoint").glob("update-*"))
     for ranks in (1, 3):
         shutil.copytree(tmp_path / "cut", tmp_path / f"on {ranks}")
     whole = pd.read_parquet(tmp_path / "whole" / "metrics.parquet")

@@ -1,0 +1,70 @@
+"""A run's metrics as they come, for TensorBoard (where it is installed) and for Weights & Biases (where WANDB_PROJECT names a project).
+
+    tensorboard --logdir records/tensorboard                   all runs of a folder of records beside each other
+    WANDB_PROJECT=logra python -m logra.rl.train ...            WANDB_MODE=offline and the rest as W&B reads them
+
+Names are those of the RL libraries' (verl's) where there is one. Nothing of a run depends on what is written here.
+"""
+
+import importlib.util
+import math
+import os
+from pathlib import Path
+
+from logra.rl.config import RunConfig
+
+NAMES = {
+    "reward": "critic/rewards/mean", "baseline": "critic/baseline", "loss": "actor/pg_loss", "gradient_norm": "actor/grad_norm", "learning_rate": "actor/lr",
+    "length": "response_length/mean", "truncated": "response_length/clip_ratio", "mismatch": "actor/rollout_logprob_diff", "tokens": "perf/total_num_tokens",
+    "pass_at_1": "val/mean@k", "pass_at_k": "val/pass@k", "macro": "val/macro", "score": "val/score/mean", "skipped": "training/skipped_updates",
+    "sketch_norm": "logra/sketch_norm", "alpha": "logra/alpha", "budget": "logra/kl_budget", "kappa": "logra/kappa",
+    "predicted_kl": "actor/predicted_kl", "realised_kl": "actor/realised_kl",
+    "rollout": "timing_s/gen", "train": "timing_s/update_actor", "probe": "timing_s/kl_probe", "sync": "timing_s/sync_weights", "total": "timing_s/step",
+}
+_GROUP = {"metrics": "training", "evaluation": "val", "timings": "timing_s"}
+
+
+def named(kind: str, row: dict) -> dict[str, float]:
+    """A row of metrics, timings or an evaluation by the names that are shown; what is no number is left out."""
+    numbers = {key: float(value) for key, value in row.items() if isinstance(value, (int, float)) and key not in ("update", "number")}
+    shown = {}
+    for key, value in numbers.items():
+        group, name = _GROUP[kind], NAMES.get(key)
+        if kind == "timings" and not (name or "").startswith("timing_s/") or kind == "evaluation" and not (name or "").startswith("val/"):
+            name = None                                     # `reward` is a part's seconds, `length` an evaluation's
+        shown[name or f"{group}/{key}"] = value
+    if kind == "timings":
+        shown["timing_s/update_weights"] = shown.pop("timing_s/update", 0.0)
+    return shown
+
+
+class Logs:
+    """Where one run's rows go. folder: its record's. update: how far it is, so that rows made again replace what was shown of them."""
+
+    def __init__(self, config: RunConfig, folder: Path, update: int = 0):
+        self.board = self.wandb = None
+        if importlib.util.find_spec("tensorboard"):
+            from torch.utils.tensorboard import SummaryWriter
+
+            # beside the record, not in it: it is not what the run found
+            self.board = SummaryWriter(folder.parent / "tensorboard" / folder.name, purge_step=update + 1 if update else None)
+        if os.environ.get("WANDB_PROJECT"):
+            if not importlib.util.find_spec("wandb"):
+                raise ModuleNotFoundError("WANDB_PROJECT is set, but wandb is not installed: pip install wandb, or unset it")
+            import wandb
+
+            self.wandb = wandb.init(name=folder.name, id=folder.name, resume="allow", config=config.model_dump(mode="json"), dir=folder.parent)
+
+    def __call__(self, kind: str, row: dict) -> None:
+        step, shown = row.get("number", row.get("update")), named(kind, row)
+        if self.board is not None:
+            for name, value in shown.items():
+                self.board.add_scalar(name, value, step)
+        if self.wandb is not None:
+            self.wandb.log({name: value for name, value in shown.items() if math.isfinite(value)} | {"update": step})
+
+    def close(self) -> None:
+        if self.board is not None:
+            self.board.close()
+        if self.wandb is not None:
+            self.wandb.finish()

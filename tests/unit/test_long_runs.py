@@ -1,0 +1,217 @@
+"""Runs that are stopped, that meet numbers that are not finite, and that come back; what they leave behind and what they show meanwhile."""
+
+import json
+import math
+import os
+import signal
+
+import pandas as pd
+import pytest
+import torch
+import torch.distributed as dist
+from test_loop import configured, folder  # noqa: F401      the small model
+from test_ranks import spawned, start
+
+from logra.rl import logs, models, stopping, train
+from logra.rl.checkpoint import KEPT, Checkpoints
+from logra.rl.ranks import Alone, Ranks, whole_tensor
+from logra.rl.stopping import Limit, Stopped
+from logra.rl.train import Trainer, run
+
+
+@pytest.fixture
+def handlers():
+    numbers = (signal.SIGTERM, signal.SIGUSR1)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before):
+        signal.signal(number, handler)
+
+
+def same_records(one, two):
+    for name in ("metrics", "evaluations"):
+        pd.testing.assert_frame_equal(pd.read_parquet(one / f"{name}.parquet"), pd.read_parquet(two / f"{name}.parquet"), check_exact=True)
+
+
+# the end of the time ------------------------------------------------------------------------------------------------------
+
+
+def test_a_signal_and_the_clock_end_a_run_with_a_checkpoint_from_which_it_goes_on_to_the_same_bits(folder, tmp_path, monkeypatch, handlers):  # noqa: F811
+    config = configured(folder, updates=6, checkpoint_every=100)
+    run(config, tmp_path / "whole")
+    progress = train._progress
+
+    def at_the_third(row, *rest):
+        if row["update"] == 3:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        progress(row, *rest)
+
+    monkeypatch.setattr(train, "_progress", at_the_third)
+    (tmp_path / "config.json").write_text(json.dumps(config.model_dump()))
+    command = [str(tmp_path / "config.json"), "--resume", "--no-logs", "--folder", str(tmp_path / "cut")]
+    assert train.main(command) == stopping.GO_ON
+    told = json.loads((tmp_path / "cut" / "stopped.json").read_text())
+    assert (told["code"], told["update"], told["why"]) == (stopping.GO_ON, 3, "SIGUSR1 was received")
+    assert train.main([*command, "--wall-clock", "0:00"]) == stopping.GO_ON
+    assert "wall-clock" in json.loads((tmp_path / "cut" / "stopped.json").read_text())["why"]
+    monkeypatch.setattr(train, "_progress", progress)
+    assert train.main([*command, "--wall-clock", "1-00:00:00"]) == 0
+    same_records(tmp_path / "whole", tmp_path / "cut")
+    assert not (tmp_path / "cut" / "stopped.json").exists() and not (tmp_path / "cut" / "checkpoint").exists()
+
+
+def test_an_update_that_would_outlast_the_limit_is_not_begun():
+    limit = Limit(100)
+    assert not limit.reached(50) and "up to 200 s" in limit.reached(200)
+    assert [stopping.seconds(text) for text in ("90", "3:50:00", "30:00", "1-02:03:04")] == [90, 13800, 1800, 93784]
+    with pytest.raises(ValueError, match="no duration: wanted seconds, MM:SS"):
+        stopping.seconds("3h")
+
+
+# numbers that are not finite ----------------------------------------------------------------------------------------------
+
+
+def break_at(trainer, where, updates, monkeypatch):
+    """At these updates something is not finite."""
+    loss, update, q = train.policy_loss, trainer.method.update, __import__("logra").kl.predicted_kl
+    bad = lambda: trainer.update + 1 in updates  # noqa: E731
+
+    def broken(timed, batch, logprobs):
+        if bad() and where == "sketch":
+            next(iter(trainer.method.sketches.values())).S_dr[1, 2] = math.inf
+        if bad() and where == "gradient":
+            next(p for p in trainer.model.parameters() if p.grad is not None).grad[0, 0] = math.nan
+        return update(timed, batch, logprobs)
+
+    monkeypatch.setattr(trainer.method, "update", broken)
+    monkeypatch.setattr(train, "policy_loss", lambda *arguments: loss(*arguments) * (math.nan if bad() and where == "loss" else 1))
+    monkeypatch.setattr("logra.kl.predicted_kl", lambda *arguments: math.nan if bad() and where == "q" else q(*arguments))
+
+
+@pytest.mark.parametrize("where, changes", [("loss", {}), ("sketch", {}), ("q", {"trainable": "all"}), ("gradient", {"method": "dense"}), ("loss", {"method": "dense"})])
+def test_an_update_that_meets_no_number_is_skipped_and_leaves_no_trace(folder, where, changes, monkeypatch):  # noqa: F811
+    config = configured(folder, mismatch=False, **changes)
+    undisturbed, trainer = Trainer(config), Trainer(config)
+    want = [undisturbed.step() for _ in range(2)]
+    undisturbed.update += 1                                 # these prompts were never asked
+    want.append(undisturbed.step())
+    break_at(trainer, where, {3}, monkeypatch)
+    rows = [trainer.advance() for _ in range(4)]
+    assert [row["update"] for row in rows] == [1, 2, 3, 4] and [row.get("skipped") for row in rows] == [None, None, 1, 1]
+    assert "alpha" not in rows[2] and rows[2]["reward"] is not None and math.isfinite(rows[2]["loss"]) == (where != "loss")
+    assert [rows[0], rows[1], {k: v for k, v in rows[3].items() if k != "skipped"}] == want
+    assert all(torch.equal(x, y) for x, y in zip(trainer.model.state_dict().values(), undisturbed.model.state_dict().values()))
+
+
+def test_three_in_a_row_stop_the_run_with_its_last_good_state(folder, tmp_path, monkeypatch, capsys):  # noqa: F811
+    config = configured(folder, updates=8, checkpoint_every=3, evaluate_every=4)
+    run(config, tmp_path / "whole")
+    with monkeypatch.context() as broken:
+        made = []
+
+        class Broken(Trainer):
+            def __init__(self, *arguments):
+                super().__init__(*arguments)
+                made.append(self)
+                break_at(self, "loss", {5, 6, 7}, broken)
+
+        broken.setattr(train, "Trainer", Broken)
+        with pytest.raises(Stopped, match="stopped after update 4: 3 updates in a row") as stopped:
+            run(config, tmp_path / "cut")
+    assert stopped.value.code == stopping.NOT_FINITE == json.loads((tmp_path / "cut" / "stopped.json").read_text())["code"]
+    assert "update 7 is skipped, 3 in a row: the loss of update 7 is nan" in capsys.readouterr().err
+    assert Checkpoints(tmp_path / "cut", Alone()).newest().name == "update-000004"
+    run(config, tmp_path / "cut")                           # what was wrong is mended: the same three are made
+    same_records(tmp_path / "whole", tmp_path / "cut")
+
+
+# checkpoints --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_is_whole_or_not_there_and_few_are_kept(tmp_path, monkeypatch):
+    checkpoints, held = Checkpoints(tmp_path, Alone()), torch.arange(6.0).reshape(2, 3)
+    for update in range(1, 5):
+        held += 1
+        checkpoints.save(update, {"update": update, "of": {0: {"step": 3, "v": held}, "betas": (0.9, 0.95)}})
+    before = held.clone()
+    held.zero_()
+    assert [path.name for path in sorted(checkpoints.folder.iterdir())] == [f"update-{update:06d}" for update in (3, 4)[-KEPT:]]
+    with monkeypatch.context() as full:
+        full.setattr("torch.distributed.checkpoint.save", lambda *_, **__: (_ for _ in ()).throw(OSError("no space left")))
+        with pytest.raises(OSError, match="no space left"):
+            checkpoints.save(5, {"update": 5, "v": held})
+    assert checkpoints.newest().name == "update-000004"
+    found = checkpoints.load({})
+    assert found["update"] == 4 and found["of"][0]["step"] == 3 and found["of"]["betas"] == (0.9, 0.95) and torch.equal(found["of"][0]["v"], before)
+    into = torch.empty(2, 3)
+    assert Checkpoints(tmp_path, Alone()).load({"of/0/v": into})["of"][0]["v"] is into and torch.equal(into, before)
+
+
+def test_weights_that_are_to_be_kept_are_a_model_of_their_own(folder, tmp_path):  # noqa: F811
+    config = configured(folder, updates=3, keep_weights_at=[2])
+    trainer = Trainer(config)
+    for _ in range(2):
+        trainer.step()
+    run(config, tmp_path / "r")
+    model, tokenizer = models.load(tmp_path / "r" / "weights-000002")
+    assert tokenizer.get_vocab() == trainer.tokenizer.get_vocab() and model.state_dict().keys() == trainer.model.state_dict().keys()
+    assert all(torch.equal(x, trainer.model.state_dict()[name]) for name, x in model.state_dict().items())
+
+
+def test_kept_projections_change_no_bit_and_shared_inputs_are_shared(folder):  # noqa: F811
+    rows = [Trainer(configured(folder, checkpointing=True, checkpoint_projections=kept, share_inputs=True)).step() for kept in (False, True)]
+    assert rows[0] == rows[1]
+    trainer = Trainer(configured(folder, share_inputs=True))
+    q, k, o = (trainer.method.sketches[f"model.layers.0.self_attn.{name}_proj"] for name in "qko")
+    assert q.key == k.key != o.key
+
+
+# over ranks ---------------------------------------------------------------------------------------------------------------
+
+
+def on_a_rank(number, ranks, path, config, broken):
+    start(number, ranks, path)
+    found = {}
+    for offload in (False, True):
+        trainer = Trainer(config.model_copy(update={"offload": offload}), Ranks())
+        total = trainer.ranks.total
+        trainer.ranks.total = lambda value: total(float("nan") if number == 1 and trainer.update + 1 == broken and not trainer.seconds.get("update") else value)
+        found[offload] = [trainer.advance() for _ in range(3)], {name: whole_tensor(x).clone() for name, x in trainer.model.named_parameters()}
+    torch.save(found, f"{path}/{number}")
+    dist.destroy_process_group()
+
+
+def test_ranks_skip_together_and_weights_on_the_cpu_train_to_the_same_bits(folder, tmp_path):  # noqa: F811
+    one, two = spawned(on_a_rank, 2, tmp_path, configured(folder, prompts=4), 2)
+    for found in (one, two):
+        assert [row.get("skipped") for row in found[False][0]] == [None, 1, 1]
+        for rows, weights in (found[True], one[False]):
+            assert str(rows) == str(found[False][0])        # as text: NaN equals itself
+            assert all(torch.equal(x, found[False][1][name]) for name, x in weights.items())
+
+
+# what is shown ------------------------------------------------------------------------------------------------------------
+
+
+def test_each_number_of_a_run_has_one_name_and_a_part_of_an_update_is_not_taken_for_its_reward():
+    metrics = logs.named("metrics", {"update": 3, "reward": 0.5, "loss": 0.1, "alpha": 2.0, "unknown": 1, "sync": "full"})
+    timings = logs.named("timings", {"number": 3, "reward": 7.0, "rollout": 1.0, "update": 2.0, "total": 9.0})
+    evaluation = logs.named("evaluation", {"update": 3, "pass_at_1": 0.25, "length": 12.0})
+    assert metrics == {"critic/rewards/mean": 0.5, "actor/pg_loss": 0.1, "logra/alpha": 2.0, "training/unknown": 1.0}
+    assert timings == {"timing_s/reward": 7.0, "timing_s/gen": 1.0, "timing_s/update_weights": 2.0, "timing_s/step": 9.0}
+    assert evaluation == {"val/mean@k": 0.25, "val/length": 12.0}
+
+
+def test_a_run_is_shown_in_tensorboard_and_its_record_does_not_change(folder, tmp_path):  # noqa: F811
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = configured(folder, updates=3)
+    run(config, tmp_path / "quiet")
+    run(config, tmp_path / "shown", shown=True)
+    same_records(tmp_path / "quiet", tmp_path / "shown")
+    events = EventAccumulator(str(tmp_path / "tensorboard" / "shown"))
+    events.Reload()
+    metrics = pd.read_parquet(tmp_path / "shown" / "metrics.parquet")
+    assert [(e.step, e.value) for e in events.Scalars("critic/rewards/mean")] == [(u, pytest.approx(r)) for u, r in zip(metrics["update"], metrics["reward"])]
+    assert {"actor/pg_loss", "val/mean@k", "timing_s/step", "logra/alpha"} <= set(events.Tags()["scalars"])
