@@ -111,10 +111,14 @@ def generate(model, tokenizer, prompts: Sequence[str], seed: int, max_new_tokens
 
 
 def encode(tokenizer, prompts):
-    """Left-padded token ids, through the chat template where the tokenizer has one."""
+    """Left-padded token ids, through the chat template where the tokenizer has one. A prompt is a text, or a list of chat messages (where a
+    task has its own system's message). Raises ValueError for messages and a tokenizer without a template."""
     chat = tokenizer.chat_template is not None
+    if not chat and not all(isinstance(prompt, str) for prompt in prompts):
+        raise ValueError("a prompt is a list of chat messages, but this model's tokenizer has no chat template: give texts, or a chat model")
     if chat:
-        prompts = [tokenizer.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True) for prompt in prompts]
+        conversations = [[{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt for prompt in prompts]
+        prompts = [tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) for messages in conversations]
     return tokenizer(list(prompts), return_tensors="pt", padding=True, padding_side="left", add_special_tokens=not chat, return_token_type_ids=False)
 
 
