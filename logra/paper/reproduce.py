@@ -288,6 +288,21 @@ def test(arguments: list[str]) -> int:
     os.execv(sys.executable, [sys.executable, "-m", "pytest", *nbval, *places, *arguments])
 
 
+def schedule(chosen: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """A profile that is a folder of runs, see `logra.paper.plan`: its plan, or the runs themselves."""
+    if chosen.draw or chosen.force:
+        parser.error(f"--draw and --force are for profiles of notebooks, and profiles/{chosen.profile} holds runs")
+    from logra.paper import node
+    from logra.rl import stopping
+
+    try:
+        limit = None if chosen.wall_clock is None else stopping.seconds(chosen.wall_clock)
+        return node.main(chosen.profile, chosen.only, chosen.plan, chosen.json, limit, Console(highlight=False))
+    except (ValueError, profiles.ProfileError) as error:
+        print(f"reproduce: {error}", file=sys.stderr)
+        return 2
+
+
 def main(arguments: list[str]) -> int:
     """The command line; see `--help`."""
     try:
@@ -304,7 +319,15 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="only the notebooks whose name begins with one of these, e.g. fig5")
     parser.add_argument("--draw", action="store_true", help="draw again from the records; a missing record is an error")
     parser.add_argument("--force", action="store_true", help="run also what is cached")
+    runs = parser.add_argument_group("profiles that are folders of runs (h100)")
+    runs.add_argument("--plan", action="store_true", help="print the schedule with its memory, hours and disk, and run nothing")
+    runs.add_argument("--json", action="store_true", help="with --plan, as JSON")
+    runs.add_argument("--wall-clock", metavar="D-HH:MM:SS", help="stop before then, with a checkpoint and exit code 75")
     chosen = parser.parse_args(arguments)
+    if (ROOT / "profiles" / chosen.profile).is_dir():
+        return schedule(chosen, parser)
+    if chosen.plan or chosen.json or chosen.wall_clock:
+        parser.error(f"--plan, --json and --wall-clock are for a profile that is a folder of runs, and profiles/{chosen.profile} is none")
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler)    # ended from outside: the notebook's processes end too

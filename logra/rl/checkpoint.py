@@ -50,9 +50,9 @@ class Checkpoints:
             with _alone():
                 dcp.save(tensors, checkpoint_id=aside, no_dist=True)
             return self._count(aside, whole)
-        self._saving = Future()                             # done when the renaming is
+        done = self._saving = Future()                      # when the renaming is
         saving = dcp.async_save(tensors, checkpoint_id=aside, process_group=self._group)
-        saving.add_done_callback(lambda saved: self._written(saved, self._saving, aside, whole))
+        saving.add_done_callback(lambda saved: self._written(saved, done, aside, whole))
 
     def _written(self, saved: Future, done: Future, aside: Path, whole: Path) -> None:
         """In the thread that wrote: rank 0, which hears when all have, makes it count."""

@@ -1,0 +1,150 @@
+"""Makes a plan's runs on this node: `./reproduce.sh --profile h100`.
+
+Each run is `torchrun --nproc-per-node 4 -m logra.rl.train`: the first GPUs train, the engines have those after them (`rl.engines`). A run whose
+record is whole is left alone, one that was cut short goes on. What does not fit the cards is refused before a GPU is touched.
+
+Exit code 0: all are made; 75: stopped by --wall-clock, SIGTERM or SIGUSR1 with a checkpoint, the same command goes on; 1: one failed, the
+others were tried; 2: a request that cannot be met, nothing has run.
+"""
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import torch
+from rich.console import Console
+
+from logra.memory import GIB
+from logra.paper import plan
+from logra.paper.plan import Planned
+from logra.paper.profiles import ProfileError
+from logra.paper.provenance import ROOT
+from logra.rl import placement, stopping
+from logra.rl.records import locked, records_root, write_whole
+
+
+def main(profile: str, only: list[str] | None, planned: bool, as_json: bool, wall_clock: float | None, console: Console) -> int:
+    """Shows or makes the schedule of profiles/<profile>/. Raises ProfileError for what cannot be done, before anything has run."""
+    runs = plan.chosen(plan.load(ROOT / "profiles" / profile), only)
+    if planned and as_json:
+        print(json.dumps({"profile": profile, "runs": [run.as_row() for run in runs]}, indent=1).replace("NaN", "null"))
+        return 0
+    if planned:
+        plan.show(runs, console)
+        return 0
+    refused = [run for run in runs if not run.fits]
+    if refused and (only or len(refused) == len(runs)):
+        raise ProfileError("\n".join(run.refusal() for run in refused))
+    for run in refused:
+        console.print(f"refused    {run.refusal()}", highlight=False, soft_wrap=True)
+    runs = [run for run in runs if run.fits]
+    check(runs)
+    return make(runs, wall_clock, console)
+
+
+def folder_of(run: Planned) -> Path:
+    return records_root() / f"{run.config.name}-{run.config.hash()}"
+
+
+def check(runs: list[Planned]) -> None:
+    """Raises ProfileError, with all that is missing, unless this node can make these runs."""
+    wrong, machine = [], runs[0].machine
+    elsewhere = any(run.config.rollout != "ray" for run in runs) or "RAY_ADDRESS" in os.environ
+    wanted = machine.training_gpus + (0 if elsewhere else machine.generating_gpus)
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if found < wanted:
+        wrong.append(f"this machine has {found} GPUs, and the schedule wants {wanted} of {machine.card_gb:g} GB ({machine.training_gpus} train, {machine.generating_gpus} generate): "
+                     "start it on such a node (launch/slurm.sh, launch/node.sh), or see what it would do with --plan")
+    else:
+        smallest = min(torch.cuda.get_device_properties(i).total_memory for i in range(wanted)) / GIB
+        wrong += [f"{run.name} needs {run.needs_gib:.1f} GiB on each training GPU, and the smallest here has {smallest:.1f}" for run in runs if run.needs_gib > smallest]
+    for model in dict.fromkeys(run.config.model for run in runs):
+        if not (ROOT / model / "config.json").is_file():
+            wrong.append(f"{model} is no folder with a model: hf download NAME --local-dir {model}")
+    try:
+        placement.vllm_python()
+    except FileNotFoundError as error:
+        wrong.append(str(error))
+    records_root().mkdir(parents=True, exist_ok=True)
+    free, most = shutil.disk_usage(records_root()).free / GIB, max(run.disk_gib for run in runs)
+    if free < most:
+        wrong.append(f"{records_root()} has {free:,.0f} GiB free, and a run needs up to {most:,.0f}: name another folder in LOGRA_RECORDS")
+    if wrong:
+        raise ProfileError("\n".join(wrong))
+
+
+def command(run: Planned, config: Path, folder: Path, left: float | None) -> list[str]:
+    """torchrun over the training GPUs. left: seconds until the wall-clock limit."""
+    limit = [] if left is None else ["--wall-clock", f"{left:.0f}"]
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(run.machine.training_gpus), "-m", "logra.rl.train", str(config),
+            "--resume", "--folder", str(folder), *limit]
+
+
+def make(runs: list[Planned], wall_clock: float | None, console: Console) -> int:
+    """One after the other; the exit code."""
+    until = None if wall_clock is None else time.monotonic() + wall_clock
+    process, heard = None, []
+
+    def tell(number, frame):
+        # to the ranks, not to torchrun: it would kill them after half a minute, and an update may take ten
+        heard.append(signal.Signals(number).name)
+        with suppress(psutil.NoSuchProcess):
+            for rank in psutil.Process(process.pid).children() if process is not None else ():
+                rank.send_signal(signal.SIGUSR1)
+
+    before = {number: signal.signal(number, tell) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    failed = []
+    try:
+        for run in runs:
+            folder = folder_of(run)
+            with locked(folder):
+                if (folder / "metrics.parquet").exists():
+                    console.print(f"cached     {run.name}", highlight=False)
+                    continue
+                left = None if until is None else until - time.monotonic()
+                if heard or left is not None and left <= 0:
+                    return stopping.GO_ON
+                folder.mkdir(parents=True, exist_ok=True)
+                config = ROOT / "build" / "plan" / f"{folder.name}.json"
+                config.parent.mkdir(parents=True, exist_ok=True)
+                write_whole(config, json.dumps(run.config.model_dump(mode="json"), indent=1) + "\n")
+                console.print(f"running    {run.name}: {run.hours:.0f} hours expected; log: {folder / 'run.log'}", highlight=False, soft_wrap=True)
+                with open(folder / "run.log", "a") as log:
+                    process = subprocess.Popen(command(run, config, folder, left), stdout=log, stderr=log, cwd=ROOT, start_new_session=True)
+                    try:
+                        code = process.wait()
+                    except KeyboardInterrupt:
+                        process.send_signal(signal.SIGINT)
+                        process.wait()
+                        raise
+                    finally:
+                        process = None
+                if code == 0:
+                    console.print(f"made       {run.name}", highlight=False)
+                    continue
+                told = folder / "stopped.json"              # torchrun has one code for all
+                stopped = json.loads(told.read_text()) if told.exists() else {"code": 1, "why": f"torchrun ended with {code}; the end of its log:\n" + _end(folder / "run.log")}
+                if heard or stopped["code"] == stopping.GO_ON:
+                    console.print(f"stopped    {run.name}: {stopped['why']}; the same command goes on from there", highlight=False, soft_wrap=True)
+                    return stopping.GO_ON
+                console.print(f"FAILED     {run.name}: {stopped['why']}", highlight=False, soft_wrap=True)
+                failed.append(run.name)
+    except KeyboardInterrupt:
+        console.print("interrupted: the same command goes on from the last checkpoint", highlight=False)
+        return 130
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return 1 if failed else 0
+
+
+def _end(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-15:])
