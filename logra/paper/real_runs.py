@@ -17,7 +17,7 @@ import pandas as pd
 import torch
 
 import logra
-from logra.paper import learner_runs, provenance
+from logra.paper import learner_runs, provenance, reconstruction
 from logra.rl import footprint, models, rollout, runs, tasks
 from logra.rl.config import RunConfig
 from logra.rl.models import SMOLLM2
@@ -64,7 +64,7 @@ def sweep(values: Mapping[str, Sequence[float]], updates: int, seed: int, sizes:
 def make(best: Mapping[str, float], seeds: Sequence[int], sizes: Mapping[str, Any], lines: Sequence[str] = tuple(VARIANTS)) -> dict[str, list[runs.Run]]:
     """The runs of each line, one a seed. The first seed's LoGRA runs keep their weights half-way and at the end."""
     def one(line: str, seed: int) -> RunConfig:
-        kept = {"keep_weights_at": (sizes["updates"] // 2, sizes["updates"])} if VARIANTS[line][0] == "logra" and seed == seeds[0] else {}
+        kept = {"keep_weights_at": tuple(sorted({sizes["updates"] // 2, sizes["updates"]} - {0}))} if VARIANTS[line][0] == "logra" and seed == seeds[0] else {}
         return config(line, seed, best[VARIANTS[line][0]], sizes, **kept)
 
     made = runs.ensure([one(line, seed) for seed in seeds for line in lines])                # a seed of all before the next
@@ -127,3 +127,23 @@ def responses(run: runs.Run, problems: int) -> pd.DataFrame:
         rows.to_parquet(folder / "responses.parquet")
 
     return pd.read_parquet(provenance.cached("smollm2-responses", {"run": config.hash(), "problems": problems}, sample) / "responses.parquet")
+
+
+def states(run: runs.Run, responses: int, ranks: Sequence[int], projection_seeds: int) -> pd.DataFrame:
+    """Figure 5(b, c) at the run's start, middle and end: the cosine of a minibatch's policy gradient with its reconstruction, as
+    `reconstruction.measure` takes it, averaged as there. Columns: update, condition, rank, measured, standard_error, closed_form, correct (share of the
+    responses). The run must have kept its weights."""
+    config, tables = run.config, []
+    for update in sorted({0, *config.keep_weights_at}):
+        def measure(folder: Path) -> None:
+            source = run.folder / f"weights-{update:06d}" if update else config.model
+            asked = reconstruction.Settings(model=str(source), minibatches=1, responses=responses, ranks=tuple(ranks), projection_seeds=projection_seeds)
+            for name, table in zip(("cosines", "gradients", "responses"), reconstruction.measure(asked, progress=False)):
+                table.to_parquet(folder / f"{name}.parquet")
+
+        found = provenance.cached("smollm2-state", {"run": config.hash(), "update": update, "responses": responses, "ranks": list(ranks), "seeds": projection_seeds}, measure)
+        cosines, gradients, answers = (pd.read_parquet(found / f"{name}.parquet") for name in ("cosines", "gradients", "responses"))
+        cells = reconstruction.cells(cosines, gradients).groupby(["condition", "rank"]).agg(
+            measured=("measured", "mean"), standard_error=("standard_error", lambda e: (e ** 2).sum() ** 0.5 / len(e)), closed_form=("closed_form", "mean"))
+        tables.append(cells.reset_index().assign(update=update, correct=answers[answers["used"]]["reward"].mean()))
+    return pd.concat(tables, ignore_index=True)
