@@ -1,8 +1,8 @@
 """Rollouts by vLLM engines that are Ray actors, all kept at one version of the weights: what `rollout: ray` places.
 
 The trainer stays outside Ray, in its own environment; `placement.Process` starts the driver (`logra.rl.serve`, vLLM's interpreter), which
-holds an `Engines` and is itself started anew when it dies. Where RAY_ADDRESS names a cluster the driver joins it (then its nodes see the same
-files as this one), else it starts Ray on this machine. Each engine has a bundle of one placement group: `ranks` GPUs of one node,
+holds an `Engines` and is itself started anew when it dies. Where RAY_ADDRESS names a cluster the driver joins it (whose nodes see the same
+files as this one, and which has the GPUs that generate alone), else it starts Ray on this machine. Each engine has a bundle of one placement group: `ranks` GPUs of one node,
 or `threads * ranks` cores where there are no GPUs. On this machine the training ranks have the first GPUs and the engines those after them,
 or the ones that LOGRA_ENGINE_GPUS names ("4,5,6,7").
 
@@ -13,6 +13,7 @@ response's draws are named by its place in the batch, so that no engine's end ch
 
 import os
 import time
+from collections.abc import Mapping
 
 import ray
 import torch
@@ -183,19 +184,25 @@ def _resources(engines: int, ranks: int, threads: int) -> dict:
     if address := os.environ.get("RAY_ADDRESS"):
         ray.init(address=address, logging_level="ERROR")
     else:
-        gpus = torch.cuda.device_count()
-        if gpus:
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
-            own = visible[int(os.environ.get("LOCAL_WORLD_SIZE", "1")):]
-            os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("LOGRA_ENGINE_GPUS", ",".join(own))
-            if engines * ranks > len(os.environ["CUDA_VISIBLE_DEVICES"].split(",")):
-                raise RuntimeError(f"{engines} engines of {ranks} GPUs do not fit on the GPUs {os.environ['CUDA_VISIBLE_DEVICES'] or 'none'} of {visible}: the first are "
-                                   "the training ranks'; ask for fewer, or name the engines' in LOGRA_ENGINE_GPUS")
+        if gpus := torch.cuda.device_count():
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus_left(gpus, engines * ranks, os.environ))
         # as many as are wanted, whatever the machine has: more engines than cores are slow, not wrong
         ray.init(address="local", num_cpus=max(engines * ranks * threads, os.cpu_count()), include_dashboard=False, logging_level="ERROR")
     if ray.cluster_resources().get("GPU", 0):
         return {"num_gpus": ranks, "num_cpus": 0}
     return {"num_cpus": threads * ranks}
+
+
+def gpus_left(gpus: int, wanted: int, environment: Mapping[str, str]) -> list[str]:
+    """The engines' GPUs on this machine, of `gpus` visible ones: those that LOGRA_ENGINE_GPUS names, or all but the training ranks'. Raises
+    RuntimeError for fewer than `wanted`."""
+    visible = environment.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
+    named = environment.get("LOGRA_ENGINE_GPUS")
+    found = named.split(",") if named else visible[int(environment.get("LOCAL_WORLD_SIZE", "1")):]
+    if len(found) < wanted:
+        raise RuntimeError(f"the engines need {wanted} GPUs, but have {', '.join(found) or 'none'} of {', '.join(visible)}, of which the first are the training ranks': "
+                           "ask for fewer or smaller engines, or name their GPUs in LOGRA_ENGINE_GPUS")
+    return found
 
 
 def _short(cause: Exception) -> str:

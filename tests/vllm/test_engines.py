@@ -3,6 +3,8 @@
 Real Ray, real vLLM on the CPU, in processes with vLLM's interpreter (./reproduce.sh setup-vllm). Starting an engine is what takes the time.
 """
 
+import os
+import subprocess
 import threading
 import time
 from contextlib import contextmanager
@@ -14,7 +16,7 @@ import torch
 import logra
 from logra import sync
 from logra.rl.learner import load_base
-from logra.rl.placement import Process, Synchronised, vllm_python
+from logra.rl.placement import ROOT, Process, Synchronised, vllm_python
 
 # of many lengths, so that the longest and the shortest are not on one engine
 PROMPTS = ["+".join(str(10 + (7 * i + j) % 90) for j in range(2 + i % 5)) + "=" for i in range(13)]
@@ -158,6 +160,17 @@ def test_an_engine_of_two_tensor_parallel_workers_leaves_none_behind():
         assert gone(workers)
     finally:
         run.rollout.close()
+
+
+def test_engines_have_the_gpus_that_training_ranks_leave_or_say_what_is_missing():
+    asked = """
+from logra.rl.engines import gpus_left
+print(gpus_left(8, 4, {"LOCAL_WORLD_SIZE": "4"}), gpus_left(8, 2, {"CUDA_VISIBLE_DEVICES": "7,5,3"}), gpus_left(1, 1, {"LOGRA_ENGINE_GPUS": "0"}))
+gpus_left(1, 1, {})
+"""
+    done = subprocess.run([vllm_python(), "-c", asked], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert done.stdout.strip() == "['4', '5', '6', '7'] ['5', '3'] ['0']"
+    assert done.returncode and "the engines need 1 GPUs, but have none of 0" in done.stderr
 
 
 def test_an_engine_that_cannot_start_says_why(tmp_path):
