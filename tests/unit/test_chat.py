@@ -3,7 +3,6 @@
 import pytest
 import transformers
 
-from logra.paper import real_runs
 from logra.rl import learner, models, rollout
 from logra.rl.chat import ChatProducts, ChatSums, chat_mixture, conversation
 
@@ -58,18 +57,3 @@ def test_a_tasks_own_system_message_stands_in_the_place_of_the_templates():
 def test_messages_need_a_template():
     with pytest.raises(ValueError, match="list of chat messages.*no chat template"):
         rollout.encode(learner.tokenizer(), ["1+1=", conversation("1+1=")])
-
-
-def test_lines_share_all_but_their_method(monkeypatch):
-    asked = []
-    monkeypatch.setattr(real_runs.runs, "ensure", lambda configs: asked.extend(configs) or list(configs))
-    sizes = real_runs.sizes(updates=100, prompts=32, evaluate_every=10, evaluation_prompts=80, max_new_tokens=12)
-    made = real_runs.make({"logra": 2e-3, "dense": 1e-5, "lora": 3e-4}, [1, 2], sizes)
-    assert {line: [config.seed for config in group] for line, group in made.items()} == dict.fromkeys(real_runs.VARIANTS, [1, 2])
-    assert [config.seed for config in asked] == [1] * 4 + [2] * 4                # a seed of all lines before the next
-    assert [(config.method, config.rank) for config in asked[:4]] == list(real_runs.VARIANTS.values())
-    own = {"name", "method", "rank", "seed", "budget", "budget_end", "learning_rate", "learning_rate_end", "keep_weights_at"}
-    assert len({str(config.model_dump(exclude=own)) for config in asked}) == 1
-    assert [config.keep_weights_at for config in asked] == [(50, 100), (50, 100), (), (), (), (), (), ()]
-    swept, best = real_runs.sweep({"dense": [1e-5]}, 15, 7, sizes)
-    assert swept.empty and best == {"dense": 1e-5} and len(asked) == 8             # a single value is not swept
