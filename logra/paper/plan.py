@@ -14,7 +14,7 @@ A profile that is a folder, `profiles/<name>/`: `common.yaml` and a file for eac
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from logra.memory import GIB, Category, Setting
+from logra.memory import GIB, PAPER, Category, Setting
 from logra.paper import printed, simulated
 from logra.paper.profiles import ProfileError, _closest
 from logra.rl.checkpoint import KEPT
@@ -69,12 +69,13 @@ class Planned:
     def ledger(self) -> dict:
         """The training call as this code makes it, GiB on a GPU (`Ledger.summary`)."""
         config, gpus = self.config, self.machine.training_gpus
-        sketched = config.method == "logra"
-        at_once = min(config.micro_batch, -(-config.probe_responses // gpus))
-        setting = Setting(method=config.method, rank=config.rank if config.method != "dense" else Setting().rank, gpus=gpus, context=config.context,
-                          micro_batch=config.micro_batch, checkpointing=config.checkpointing, trainable=config.trainable, share_inputs=config.share_inputs,
-                          selective=config.checkpoint_projections, probe=config.probe if sketched else "none",
-                          probe_tokens=config.context if sketched else Setting().probe_tokens, probe_responses=at_once if sketched else 1)
+        common = dict(method=config.method, gpus=gpus, context=config.context, micro_batch=config.micro_batch, checkpointing=config.checkpointing, trainable=config.trainable)
+        if config.method == "logra":
+            at_once = min(config.micro_batch, -(-config.probe_responses // gpus))
+            setting = Setting(rank=config.rank, share_inputs=config.share_inputs, selective=config.checkpoint_projections, probe=config.probe,
+                              probe_tokens=config.context, probe_responses=at_once, **common)
+        else:                                               # as `simulated.rivals` has it: what is LoGRA's in the paper's stack is not there
+            setting = replace(PAPER, rank=config.rank, loss="chunked", probe="none", **common)
         return simulated.ledger(Path(config.model).name, setting)
 
     @property

@@ -14,28 +14,27 @@ from pathlib import Path
 from logra.rl.config import RunConfig
 
 NAMES = {
-    "reward": "critic/rewards/mean", "baseline": "critic/baseline", "loss": "actor/pg_loss", "gradient_norm": "actor/grad_norm", "learning_rate": "actor/lr",
-    "length": "response_length/mean", "truncated": "response_length/clip_ratio", "mismatch": "actor/rollout_logprob_diff", "tokens": "perf/total_num_tokens",
-    "pass_at_1": "val/mean@k", "pass_at_k": "val/pass@k", "macro": "val/macro", "score": "val/score/mean", "skipped": "training/skipped_updates",
-    "sketch_norm": "logra/sketch_norm", "alpha": "logra/alpha", "budget": "logra/kl_budget", "kappa": "logra/kappa",
-    "predicted_kl": "actor/predicted_kl", "realised_kl": "actor/realised_kl",
-    "rollout": "timing_s/gen", "train": "timing_s/update_actor", "probe": "timing_s/kl_probe", "sync": "timing_s/sync_weights", "total": "timing_s/step",
+    "metrics": {
+        "reward": "critic/rewards/mean", "baseline": "critic/baseline", "loss": "actor/pg_loss", "gradient_norm": "actor/grad_norm", "learning_rate": "actor/lr",
+        "predicted_kl": "actor/predicted_kl", "realised_kl": "actor/realised_kl", "mismatch": "actor/rollout_logprob_diff", "length": "response_length/mean",
+        "truncated": "response_length/clip_ratio", "tokens": "perf/total_num_tokens", "skipped": "training/skipped_updates", "sketch_norm": "logra/sketch_norm",
+        "alpha": "logra/alpha", "budget": "logra/kl_budget", "kappa": "logra/kappa"},
+    "evaluation": {"pass_at_1": "val/mean@k", "pass_at_k": "val/pass@k", "score": "val/score/mean"},
+    "timings": {"rollout": "timing_s/gen", "train": "timing_s/update_actor", "probe": "timing_s/kl_probe", "update": "timing_s/update_weights",
+                "sync": "timing_s/sync_weights", "total": "timing_s/step"},
 }
 _GROUP = {"metrics": "training", "evaluation": "val", "timings": "timing_s"}
 
 
+def update_of(kind: str, row: dict) -> int:
+    """The update that a row is of; a row of timings has a part `update`."""
+    return row["number" if kind == "timings" else "update"]
+
+
 def named(kind: str, row: dict) -> dict[str, float]:
     """A row of metrics, timings or an evaluation by the names that are shown; what is no number is left out."""
-    numbers = {key: float(value) for key, value in row.items() if isinstance(value, (int, float)) and key not in ("update", "number")}
-    shown = {}
-    for key, value in numbers.items():
-        group, name = _GROUP[kind], NAMES.get(key)
-        if kind == "timings" and not (name or "").startswith("timing_s/") or kind == "evaluation" and not (name or "").startswith("val/"):
-            name = None                                     # `reward` is a part's seconds, `length` an evaluation's
-        shown[name or f"{group}/{key}"] = value
-    if kind == "timings":
-        shown["timing_s/update_weights"] = shown.pop("timing_s/update", 0.0)
-    return shown
+    own = "number" if kind == "timings" else "update"
+    return {NAMES[kind].get(key, f"{_GROUP[kind]}/{key}"): float(value) for key, value in row.items() if key != own and isinstance(value, (int, float))}
 
 
 class Logs:
@@ -56,12 +55,12 @@ class Logs:
             self.wandb = wandb.init(name=folder.name, id=folder.name, resume="allow", config=config.model_dump(mode="json"), dir=folder.parent)
 
     def __call__(self, kind: str, row: dict) -> None:
-        step, shown = row.get("number", row.get("update")), named(kind, row)
+        update, shown = update_of(kind, row), named(kind, row)
         if self.board is not None:
             for name, value in shown.items():
-                self.board.add_scalar(name, value, step)
+                self.board.add_scalar(name, value, update)
         if self.wandb is not None:
-            self.wandb.log({name: value for name, value in shown.items() if math.isfinite(value)} | {"update": step})
+            self.wandb.log({name: value for name, value in shown.items() if math.isfinite(value)} | {"update": update})
 
     def close(self) -> None:
         if self.board is not None:

@@ -31,7 +31,7 @@ from logra.rl.checkpoint import Checkpoints
 from logra.rl.config import RunConfig
 from logra.rl.evaluate import evaluate_with
 from logra.rl.learner import base_sha256
-from logra.rl.logs import Logs
+from logra.rl.logs import Logs, update_of
 from logra.rl.loss import policy_loss, token_logprobs
 from logra.rl.methods import Dense, LoGRA, LoRA
 from logra.rl.placement import base_model
@@ -289,7 +289,7 @@ def _restore(trainer: Trainer, checkpoints: Checkpoints, log: Path) -> list[dict
 
     def kept():
         rows = [json.loads(line) for line in log.read_text().splitlines() if line.endswith("}")] if state is not None else []
-        rows = [row for row in rows if row.get("number", row["update"]) <= trainer.update]
+        rows = [row for row in rows if update_of(row["kind"], row) <= trainer.update]
         log.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return rows
 
