@@ -38,7 +38,7 @@ def main(profile: str, only: list[str] | None, planned: bool, as_json: bool, wal
         print(json.dumps({"profile": profile, "runs": [run.as_row() for run in runs]}, indent=1).replace("NaN", "null"))
         return 0
     if planned:
-        plan.show(runs, console)
+        plan.show(runs, console if console.is_terminal else Console(width=160))     # in a pipe rich takes 80 columns
         return 0
     refused = [run for run in runs if not run.fits]
     if refused and (only or len(refused) == len(runs)):

@@ -208,27 +208,33 @@ def chosen(runs: list[Planned], only: list[str] | None) -> list[Planned]:
 
 def show(runs: list[Planned], console) -> None:
     """The schedule as a table, and what it comes to."""
+    from rich.box import SIMPLE
     from rich.table import Table
 
-    table = Table(title="GiB on a training GPU: printed; the paper's stack, simulated; this code, simulated (weights gathered in float32)", title_justify="left")
-    for column, justify in (("run", "left"), ("for", "left"), ("updates", "right"), ("an hour", "right"), ("hours", "right"), ("GPU-h", "right"), ("disk", "right"),
-                            ("printed", "right"), ("paper", "right"), ("here", "right"), ("", "left")):
-        table.add_column(column, justify=justify, no_wrap=column == "run")
-    last = None
-    for run in runs:
-        if last is not None and run.title != last.title:
-            table.add_section()
-        paper, last = run.paper, run
-        pair = (lambda a, b: "–" if a != a else f"{a:.1f} / {b:.1f}")
-        refused = not run.fits
-        table.add_row(run.name, run.title, f"{run.config.updates:,}", *(["–"] * 4 if refused else [f"{run.rate[0]:.2f}", f"{run.hours:.1f}", f"{run.gpu_hours:,.0f}", f"{run.disk_gib:,.0f}"]),
-                      pair(paper["printed_average_gib"], paper["printed_peak_gib"]) if paper else "", (pair(paper["paper_average_gib"], paper["paper_peak_gib"]) if paper else "").replace("–", f"{paper.get('paper_needs_gib', 0):.1f}"),
-                      f"{run.needs_gib:.1f}", f"refused: over {run.machine.card_gib:.1f}" if refused else "", style="red" if refused else "")
+    def pair(average: float, peak: float) -> str:
+        return f"{average:.1f} / {peak:.1f}" if average == average else ""
+
+    table = Table(title="Memory: GiB on a training GPU, average / peak as printed and simulated for the paper's stack; what this code needs at most, simulated", title_justify="left", box=SIMPLE)
+    table.add_column("run", no_wrap=True)
+    for column in ("updates", "an hour", "hours", "GPU-hours", "disk, GiB", "printed", "paper's stack", "needs"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for title, group in itertools.groupby(runs, key=lambda run: run.title):
+        table.add_section()
+        table.add_row(f"[bold]{title}")
+        for run in group:
+            paper, cost = run.paper, ("", "refused", "", "")
+            if run.fits:
+                cost = (f"{run.rate[0]:.2f}", f"{run.hours:.1f}", f"{run.gpu_hours:,.0f}", f"{run.disk_gib:,.0f}")
+            stack = paper and (pair(paper["paper_average_gib"], paper["paper_peak_gib"]) or f"{paper['paper_needs_gib']:.1f}")
+            table.add_row(f"  {run.name}", f"{run.config.updates:,}", *cost, paper and (pair(paper["printed_average_gib"], paper["printed_peak_gib"]) or "OOM") or "", stack or "",
+                          f"{run.needs_gib:.1f}", style="" if run.fits else "red")
     console.print(table)
-    kept, refused = [run for run in runs if run.fits], [run for run in runs if not run.fits]
-    console.print(f"{len(kept)} runs, {sum(run.gpu_hours for run in kept):,.0f} GPU-hours, {sum(run.hours for run in kept) / 24:.1f} days on one node; up to "
-                  f"{sum(run.disk_gib for run in kept):,.0f} GiB of disk where all are kept at once, {max((run.disk_gib for run in kept), default=0):,.0f} for one at a time.", highlight=False)
+    kept = [run for run in runs if run.fits]
+    console.print(f"{len(kept)} runs, {sum(run.gpu_hours for run in kept):,.0f} GPU-hours, {sum(run.hours for run in kept) / 24:.1f} days on one node; "
+                  f"{max((run.disk_gib for run in kept), default=0):,.0f} GiB of disk for the largest, checkpoints are deleted at a run's end.", highlight=False, soft_wrap=True)
     for source in dict.fromkeys(run.rate[1] for run in kept):
-        console.print(f"updates an hour of {', '.join(dict.fromkeys(run.title for run in kept if run.rate[1] == source))}: {source}", highlight=False)
-    for run in refused:
-        console.print(f"refused: {run.refusal()}", style="red", highlight=False)
+        of = dict.fromkeys(run.title for run in kept if run.rate[1] == source)
+        console.print(f"Updates an hour of {'; '.join(of)}: {source}.", highlight=False, soft_wrap=True)
+    for run in runs:
+        if not run.fits:
+            console.print(f"Refused: {run.refusal()}.", style="red", highlight=False, soft_wrap=True)

@@ -224,8 +224,8 @@ def run(config: RunConfig, folder: Path, resume: bool = True, limit: Limit | Non
             raise
         except Stopped as stopped:
             checkpoints.wait()
-            if ranks.number == 0:
-                write_whole(folder / "stopped.json", json.dumps({"code": stopped.code, "why": stopped.why, "update": stopped.update}) + "\n")
+            told = {"code": stopped.code, "why": stopped.why, "update": stopped.update}
+            ranks.led(lambda: write_whole(folder / "stopped.json", json.dumps(told) + "\n"))     # all wait: torchrun ends the others when one has ended
             raise
         finally:
             trainer.rollout.close()
