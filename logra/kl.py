@@ -296,7 +296,7 @@ def _hidden(model, contexts, factors: Mapping, a):
 
 @contextmanager
 def _evaluating(model):
-    """Eval mode, uncompiled, without gradients; each module's own mode is restored."""
+    """Eval mode, uncompiled, without gradients; each module's own mode is restored. Weights that FSDP gathered are its shards again."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -305,6 +305,9 @@ def _evaluating(model):
     finally:
         for module in training:
             module.training = True
+        for module in model.modules():                      # no backward follows that would do it, and a step on gathered weights is lost
+            if hasattr(module, "reshard"):
+                module.reshard()
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from logra import bits
 from logra import projection as projections
 from logra.checkpointing import held, under_reentrant
 from logra.coverage import Coverage, choose
-from logra.replicas import Replicas
+from logra.replicas import Replicas, warn_if_forgotten
 from logra.shards import RowShards
 
 _SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"))
@@ -279,6 +279,8 @@ class Sketches(Mapping):
 
         Raises RuntimeError where the ranks' weights or projections are not the same.
         """
+        if self.replicas is None and self.shards is None:
+            warn_if_forgotten(next(iter(self.values())).weight)
         if self.replicas is None or self.reduced == self.update:
             return
         self.replicas.check((self.base, self.run, self.update))

@@ -83,6 +83,10 @@ class SketchOptimizer(torch.optim.Optimizer):
     def propose(self) -> Proposal:
         """The proposed update. Changes nothing: it may be called again. Raises FloatingPointError for a sketch that is not finite."""
         group, sketches = self.param_groups[0], self.sketches
+        for (name, sketch), parameter in zip(sketches.items(), group["params"], strict=True):
+            if sketch.weight is not parameter:
+                raise RuntimeError(f"the weight of {name} is not the parameter that this optimizer was made for, so that a step on it would be lost: make the "
+                                   "optimizer after fully_shard(), and call module.reshard() before a step where weights are gathered")
         sketches.reduce()
         finite = _totals(sketches, {name: float(not torch.isfinite(sketch.S_dr).all()) for name, sketch in sketches.items()})
         bad = [name for name, count in finite.items() if count]

@@ -8,10 +8,12 @@ that without this each rank would go its own way. Each rank sends d·r numbers a
 α, too, is the same, since the probe's mean is over all ranks' contexts.
 """
 
+import warnings
+
 import torch
 import torch.distributed as dist
 
-from logra.shards import RowShards
+from logra.shards import RowShards, own_rows
 
 
 class Replicas:
@@ -43,3 +45,10 @@ class Replicas:
             raise RuntimeError(f"ranks {others} do not have rank 0's weights or projections, so that the same update would make other models: load the same "
                                "weights, and give attach the same rank, projection and seed, on every rank")
         self._checked = True
+
+
+def warn_if_forgotten(weight: torch.Tensor) -> None:
+    """Warns where one of several processes makes a step of its own on a whole weight: their models would part without a word."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 and own_rows(weight).shards is None:
+        warnings.warn(f"one of {dist.get_world_size()} processes makes a step from its own sketches alone: set sketches.replicas = logra.Replicas(), or "
+                      "sketches.shards where weights are sharded", stacklevel=4)

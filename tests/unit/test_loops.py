@@ -8,9 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import multiprocessing
+from torch.distributed.fsdp import fully_shard
 
 import logra
 from logra.loops import right_padded
+from logra.shards import RowShards
 
 RANK = 16
 
@@ -151,6 +153,8 @@ def on_a_rank(number, ranks, path):
         model.zero_grad()
         rows.append((norm, steps.last["alpha"]))
     other = logra.attach(models.llama(seed=number), RANK)
+    with pytest.warns(UserWarning, match="one of 2 processes makes a step from its own sketches alone"):
+        logra.SketchSGD(other, lr=0.1).propose()
     other.replicas = logra.Replicas()
     with pytest.raises(RuntimeError, match=r"ranks \[1\] do not have rank 0's weights or projections"):
         logra.SketchSGD(other, lr=0.1).propose()
@@ -176,3 +180,39 @@ def test_replicas_train_as_one_on_the_mean_of_their_losses_and_stay_the_same(tmp
     start = weights(controlled()[1].sketches)
     for name, weight in weights(optimizer.sketches).items():
         assert (found[0][0][name] - weight).norm() < 0.02 * (weight - start[name]).norm()      # 8 bits: an entry may round the other way
+
+
+def on_shards(number, path):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{path}/store", 1), rank=0, world_size=1)
+    model = models.llama().train()
+    sketches = logra.attach(model, RANK)
+    sketches.base
+    early = logra.SketchSGD(sketches, lr=0.1)
+    for block in model.model.layers:                        # each a root of its own, whose weights stay gathered after a forward
+        fully_shard(block)
+    sketches.shards = RowShards()
+    optimizer = logra.RowAdam(sketches, relative_step=1e-2)
+    logra.StepControl(model, optimizer, logra.KLControl(logra.CosineBudget(1e-3, 1e-4, updates=5), alpha_max=50.0))
+    for seed in range(3):
+        model(**inputs(seed)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.model.layers[1].unshard()
+    for wrong in (early, optimizer):
+        with pytest.raises(RuntimeError, match="is not the parameter that this optimizer was made for, so that a step on it would be lost"):
+            wrong.step(1.0)
+    model.model.layers[1].reshard()
+    torch.save({name: sketch.weight.full_tensor() for name, sketch in sketches.items()}, f"{path}/0")
+    dist.destroy_process_group()
+
+
+def test_a_step_after_a_probe_reaches_the_shards_of_fsdp2(tmp_path):
+    model, optimizer, _ = controlled()
+    for seed in range(3):
+        model(**inputs(seed)).loss.backward()
+        optimizer.step()
+    multiprocessing.spawn(on_shards, (str(tmp_path),), nprocs=1)
+    found, start = torch.load(tmp_path / "0", weights_only=True), weights(controlled()[1].sketches)
+    for name, weight in weights(optimizer.sketches).items():
+        assert (found[name] - weight).norm() < 0.02 * (weight - start[name]).norm()
