@@ -1,10 +1,12 @@
 """Rollouts by vLLM engines that are Ray actors, all kept at one version of the weights: what `rollout: ray` places.
 
 The trainer stays outside Ray, in its own environment; `placement.Process` starts the driver (`logra.rl.serve`, vLLM's interpreter), which
-holds an `Engines` and is itself started anew when it dies. Where RAY_ADDRESS names a cluster the driver joins it (whose nodes see the same
-files as this one, and which has the GPUs that generate alone), else it starts Ray on this machine. Each engine has a bundle of one placement group: `ranks` GPUs of one node,
-or `threads * ranks` cores where there are no GPUs. On this machine the training ranks have the first GPUs and the engines those after them,
-or the ones that LOGRA_ENGINE_GPUS names ("4,5,6,7").
+holds an `Engines` and is itself started anew when it dies. Each engine has a bundle of one placement group: `ranks` GPUs of one node, or
+`threads * ranks` cores where there are no GPUs.
+
+RAY_ADDRESS, where it is set, names the cluster that the driver joins: its nodes see the same files as this one, it has the GPUs that generate
+alone, and where it asks for a token RAY_AUTH_MODE=token is set too. Else the driver starts Ray on this machine, where the training ranks
+have the first GPUs and the engines those after them, or the ones that LOGRA_ENGINE_GPUS names ("4,5,6,7").
 
 A batch is dealt over the engines by tokens, the same way each time. An engine that dies, fails or hangs is killed and started
 anew, which a SyncError tells the trainer; after its full weights the batch is asked for again, and the parts that are made already are kept. A
@@ -12,8 +14,13 @@ response's draws are named by its place in the batch, so that no engine's end ch
 """
 
 import os
+import secrets
 import time
 from collections.abc import Mapping
+
+if "RAY_ADDRESS" not in os.environ:                         # Ray on this machine answers to this run alone; read when ray is imported
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 import ray
 import torch

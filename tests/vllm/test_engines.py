@@ -4,10 +4,12 @@ Real Ray, real vLLM on the CPU, in processes with vLLM's interpreter (./reproduc
 """
 
 import os
+import socket
 import subprocess
 import threading
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 import pytest
@@ -162,6 +164,31 @@ def test_an_engine_of_two_tensor_parallel_workers_leaves_none_behind():
         run.rollout.close()
 
 
+def test_a_cluster_that_is_named_is_joined_and_its_engines_end_with_the_driver(tmp_path, monkeypatch):
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    command = [Path(vllm_python()).with_name("ray"), "start", "--head", "--block", "--port", str(port), "--num-cpus", "2", "--include-dashboard=false", "--disable-usage-stats"]
+    with open(tmp_path / "log", "w") as log:
+        head = psutil.Popen(list(map(str, command)), stdout=log, stderr=log, start_new_session=True)
+    try:
+        while head.is_running() and "--block" not in (tmp_path / "log").read_text():
+            time.sleep(0.1)
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+        run = Run(started(engines=1))
+        run.batch()
+        assert run.step()["sync"] == "update" and not below(run.driver)
+        engines = below(head)
+        assert len(engines) == 1
+        run.driver.kill()
+        assert gone(engines) and head.is_running()
+        run.rollout.close()
+    finally:
+        processes = [head, *head.children(recursive=True)]
+        head.terminate()
+        assert gone(processes)
+
+
 def test_engines_have_the_gpus_that_training_ranks_leave_or_say_what_is_missing():
     asked = """
 from logra.rl.engines import gpus_left
@@ -177,6 +204,7 @@ def test_an_engine_that_cannot_start_says_why(tmp_path):
     model, tokenizer = load_base()
     for part in (model.config, model.generation_config, tokenizer):
         part.save_pretrained(tmp_path)                      # and no weights
+    others = set(psutil.Process().children(recursive=True))
     with pytest.raises(RuntimeError, match="engine 0 of 1 does not start: (.|\\n)*Cannot find any model weights"):
         started(engines=1, model=str(tmp_path))
-    assert gone(psutil.Process().children(recursive=True))
+    assert gone(set(psutil.Process().children(recursive=True)) - others)
