@@ -203,7 +203,6 @@ def test_each_number_of_a_run_has_one_name_and_a_part_of_an_update_is_not_taken_
 
 
 def test_a_run_is_shown_in_tensorboard_and_its_record_does_not_change(folder, tmp_path):  # noqa: F811
-    pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     config = configured(folder, updates=3)
