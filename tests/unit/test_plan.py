@@ -1,7 +1,6 @@
 """The paper's own runs as this code would make them: each is a configuration that it takes, with the memory, hours and disk that it needs."""
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -81,16 +80,24 @@ def test_hours_come_from_printed_rates_and_say_so(runs):
     assert runs["main-1.5b-dense-seed1"].disk_gib > 2 * runs["main-1.5b-logra-seed1"].disk_gib      # AdamW's moments
 
 
-def test_the_command_line_plans_without_a_gpu_and_refuses_to_run_without_one():
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    call = lambda *words: subprocess.run([sys.executable, "-m", "logra.paper.reproduce", "--profile", "h100", *words], capture_output=True, text=True, cwd=ROOT, env=environment)  # noqa: E731
-    shown = json.loads(call("--plan", "--json").stdout)["runs"]
+def test_a_plan_needs_no_gpu_and_a_run_that_cannot_be_made_is_refused_before_one_is_touched(capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert node.main("h100", None, True, True, None, Console()) == 0
+    shown = json.loads(capsys.readouterr().out)["runs"]
     assert len(shown) == 43 and sum(run["fits"] for run in shown) == 40 and all(run["record"].startswith(run["name"]) for run in shown)
-    refused = call("--only", "main-27b-dense-seed1")
-    assert refused.returncode == 2 and "a card of 80 GB" in refused.stderr and "out of memory" in refused.stderr
-    if not torch.cuda.is_available():
-        bare = call("--only", "main-1.5b-logra-seed1")
-        assert bare.returncode == 2 and "this machine has 0 GPUs, and the schedule wants 8 of 80 GB (4 train, 4 generate)" in bare.stderr
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("a GPU was asked for"))
+    with pytest.raises(ProfileError, match="main-27b-dense-seed1 needs .* a card of 80 GB .* out of memory"):
+        node.main("h100", ["main-27b-dense-seed1"], False, False, None, Console())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ProfileError, match=r"this machine has 0 GPUs, and the schedule wants 8 of 80 GB \(4 train, 4 generate\)"):
+        node.main("h100", ["main-1.5b-logra-seed1"], False, False, None, Console())
+
+
+def test_the_command_line_knows_profiles_of_runs_and_of_notebooks():
+    call = lambda *words: subprocess.run([sys.executable, "-m", "logra.paper.reproduce", "--profile", *words], capture_output=True, text=True, cwd=ROOT)  # noqa: E731
+    refused = call("h100", "--only", "main-27b-dense-seed1")
+    assert refused.returncode == 2 and refused.stderr.startswith("reproduce: main-27b-dense-seed1 needs")
+    assert call("laptop", "--plan").returncode == 2
 
 
 def test_a_table_shows_every_run_and_what_it_comes_to(runs, capsys):
