@@ -67,15 +67,15 @@ class Planned:
 
     @cached_property
     def ledger(self) -> dict:
-        """The training call as this code makes it, GiB on a GPU (`Ledger.summary`)."""
+        """The training call as this code makes it, GiB on a GPU (`Ledger.summary`); for dense and LoRA runs it needs less."""
         config, gpus = self.config, self.machine.training_gpus
         common = dict(method=config.method, gpus=gpus, context=config.context, micro_batch=config.micro_batch, checkpointing=config.checkpointing, trainable=config.trainable)
         if config.method == "logra":
             at_once = min(config.micro_batch, -(-config.probe_responses // gpus))
             setting = Setting(rank=config.rank, share_inputs=config.share_inputs, selective=config.checkpoint_projections, probe=config.probe,
                               probe_tokens=config.context, probe_responses=at_once, **common)
-        else:                                               # as `simulated.rivals` has it: what is LoGRA's in the paper's stack is not there
-            setting = replace(PAPER, rank=config.rank, loss="chunked", probe="none", **common)
+        else:                                               # the paper's stack, whose whole logits are more than this code's chunks
+            setting = replace(PAPER, rank=config.rank, **common)
         return simulated.ledger(Path(config.model).name, setting)
 
     @property
