@@ -1,6 +1,6 @@
 """A run whose processes are killed at random and that is resumed, against the same run undisturbed: is any update lost, doubled or different?
 
-    python benchmarks/kill_trial.py [--model learner] [--updates 20] [--kills 10] [--seed 0] [--engines 1] [--dtype bfloat16] [--folder RECORDS] [--out FILE]
+    python benchmarks/kill_trial.py [--model learner] [--updates 20] [--prompts 16] [--kills 10] [--seed 0] [--engines 1] [--dtype bfloat16] [--folder RECORDS] [--out FILE]
 
 Two training ranks (torchrun, gloo, FSDP2) and vLLM engines in Ray's actors, kept up with by low-rank updates. The kills (SIGKILL) fall on a training rank,
 an engine and Ray's driver, each at a random moment of a random update. An engine and the driver have to come back by themselves; after the end
@@ -146,6 +146,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="learner")
     parser.add_argument("--updates", type=int, default=20)
+    parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--engines", type=int, default=1)
@@ -158,7 +159,7 @@ def main() -> int:
         raise SystemExit(f"{options.folder} is not empty: a trial begins with nothing; remove it or name another --folder")
     options.folder.mkdir(parents=True, exist_ok=True)
     config = RunConfig(name="kill-trial", model=options.model, rollout="ray", engines=options.engines, sync="exact", rollout_dtype=options.dtype, updates=options.updates,
-                       prompts=16, micro_batch=4, max_new_tokens=16, rank=16, relative_step=1e-3, incorrect_reward=-0.5, evaluate_every=10, evaluation_prompts=8,
+                       prompts=options.prompts, micro_batch=4, max_new_tokens=16, rank=16, relative_step=1e-3, incorrect_reward=-0.5, evaluate_every=10, evaluation_prompts=8,
                        checkpoint_every=3, engine_seconds=300.0)
     written = options.folder / "config.json"
     written.write_text(json.dumps(config.model_dump(), indent=1) + "\n")
