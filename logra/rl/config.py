@@ -109,7 +109,7 @@ class RunConfig(BaseModel):
         if self.sync != "none" and self.trainable != "selected":
             raise ValueError(f"sync is {self.sync!r}, which sends the selected matrices alone: set trainable to selected")
         if self.sync in ("exact", "lossy") and self.method != "logra":
-            raise ValueError(f"sync is {self.sync!r}, which sends LoGRA's low-rank updates, but method is {self.method!r}: set sync to full")
+            raise ValueError(f"sync is {self.sync!r}, which sends updates of LoGRA's selected matrices alone, but method is {self.method!r}: set method to logra, or sync to full")
         if self.sync in ("exact", "lossy") and self.bits is None:
             raise ValueError(f"sync is {self.sync!r}, but an update that is not rounded (bits: null) cannot be sent: set bits to 8 or 16, or sync to none or full")
         return self
