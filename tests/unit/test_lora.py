@@ -66,7 +66,7 @@ def test_rollouts_and_evaluation_go_through_the_adapters():
     assert abs(row["mismatch"]) < 1e-5                      # the trainer's log-probs are those of the policy that sampled
 
 
-@pytest.mark.parametrize("changes, message", [({"trainable": "all"}, "adapters of the selected matrices and nothing else"), ({"rank": 65}, "rank is 65"),
+@pytest.mark.parametrize("changes, message", [({"trainable": "all"}, "adapters of the selected matrices and nothing else"), ({"rank": 66}, "rank is 66"),
                                               ({"sync": "exact"}, "LoGRA's selected matrices alone")])
 def test_what_lora_cannot_do_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
