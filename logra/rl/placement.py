@@ -180,6 +180,7 @@ class Synchronised:
     def generate(self, prompts, seed, max_new_tokens, temperature, **more) -> Rollout:
         """more: top_p, for vLLM's engines alone, and for evaluation: sampled log-probabilities would not be the policy's."""
         arguments = (prompts, seed, max_new_tokens, temperature, self.sketches.update - 1)
+
         def made():
             if self._at is None:                            # a fresh start or a resume
                 self._at = self.publisher.push()
@@ -191,10 +192,12 @@ class Synchronised:
 
     def publish(self, update) -> dict:
         """Send an update. Returns its row of the record; `sync_differing` is the share of bfloat16 entries that are not the trainer's."""
-        self._at = report = self._again(lambda: self.publisher.publish(update))
-        differing, entries = 0, 1
-        if self.mode == "lossy":
-            differing, entries = self.engine.compare(sync.full_weights(self.sketches, torch.bfloat16))
+        def sent():
+            report = self.publisher.publish(update)
+            return report, self.engine.compare(sync.full_weights(self.sketches, torch.bfloat16)) if self.mode == "lossy" else (0, 1)
+
+        report, (differing, entries) = self._again(sent)
+        self._at = report
         return self.sampled | {"sync": report.kind, "sync_bytes": report.bytes, "sync_version": report.version, "sync_weights": report.weights,
                                "sync_equal": report.equal, "sync_refused": report.refused, "sync_differing": differing / entries}
 
