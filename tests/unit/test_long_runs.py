@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 import torch
 import torch.distributed as dist
-from test_loop import configured, folder  # noqa: F401      the small model
+from runs_of_a_small_model import configured
 from test_ranks import spawned, start
 
 from logra.rl import logs, models, stopping, train
@@ -36,7 +36,7 @@ def same_records(one, two):
 # the end of the time ------------------------------------------------------------------------------------------------------
 
 
-def test_a_signal_and_the_clock_end_a_run_with_a_checkpoint_from_which_it_goes_on_to_the_same_bits(folder, tmp_path, monkeypatch, handlers):  # noqa: F811
+def test_a_signal_and_the_clock_end_a_run_with_a_checkpoint_from_which_it_goes_on_to_the_same_bits(folder, tmp_path, monkeypatch, handlers):
     config = configured(folder, updates=6, checkpoint_every=100)
     run(config, tmp_path / "whole")
     progress = train._progress
@@ -89,7 +89,7 @@ def break_at(trainer, where, updates, monkeypatch):
 
 
 @pytest.mark.parametrize("where, changes", [("loss", {}), ("sketch", {}), ("q", {"trainable": "all"}), ("gradient", {"method": "dense"}), ("loss", {"method": "dense"})])
-def test_an_update_that_meets_no_number_is_skipped_and_leaves_no_trace(folder, where, changes, monkeypatch):  # noqa: F811
+def test_an_update_that_meets_no_number_is_skipped_and_leaves_no_trace(folder, where, changes, monkeypatch):
     config = configured(folder, mismatch=False, **changes)
     undisturbed, trainer = Trainer(config), Trainer(config)
     want = [undisturbed.step() for _ in range(2)]
@@ -103,7 +103,7 @@ def test_an_update_that_meets_no_number_is_skipped_and_leaves_no_trace(folder, w
     assert all(torch.equal(x, y) for x, y in zip(trainer.model.state_dict().values(), undisturbed.model.state_dict().values()))
 
 
-def test_three_in_a_row_stop_the_run_with_its_last_good_state(folder, tmp_path, monkeypatch, capsys):  # noqa: F811
+def test_three_in_a_row_stop_the_run_with_its_last_good_state(folder, tmp_path, monkeypatch, capsys):
     config = configured(folder, updates=8, checkpoint_every=3, evaluate_every=4)
     run(config, tmp_path / "whole")
     with monkeypatch.context() as broken:
@@ -147,7 +147,7 @@ def test_a_checkpoint_is_whole_or_not_there_and_few_are_kept(tmp_path, monkeypat
     assert Checkpoints(tmp_path, Alone()).load({"of/0/v": into})["of"][0]["v"] is into and torch.equal(into, before)
 
 
-def test_weights_that_are_to_be_kept_are_a_model_of_their_own(folder, tmp_path):  # noqa: F811
+def test_weights_that_are_to_be_kept_are_a_model_of_their_own(folder, tmp_path):
     config = configured(folder, updates=3, keep_weights_at=[2])
     trainer = Trainer(config)
     for _ in range(2):
@@ -158,7 +158,7 @@ def test_weights_that_are_to_be_kept_are_a_model_of_their_own(folder, tmp_path):
     assert all(torch.equal(x, trainer.model.state_dict()[name]) for name, x in model.state_dict().items())
 
 
-def test_kept_projections_change_no_bit_and_shared_inputs_are_shared(folder):  # noqa: F811
+def test_kept_projections_change_no_bit_and_shared_inputs_are_shared(folder):
     rows = [Trainer(configured(folder, checkpointing=True, checkpoint_projections=kept, share_inputs=True)).step() for kept in (False, True)]
     assert rows[0] == rows[1]
     trainer = Trainer(configured(folder, share_inputs=True))
@@ -181,7 +181,7 @@ def on_a_rank(number, ranks, path, config, broken):
     dist.destroy_process_group()
 
 
-def test_ranks_skip_together_and_weights_on_the_cpu_train_to_the_same_bits(folder, tmp_path):  # noqa: F811
+def test_ranks_skip_together_and_weights_on_the_cpu_train_to_the_same_bits(folder, tmp_path):
     one, two = spawned(on_a_rank, 2, tmp_path, configured(folder, prompts=4), 2)
     for found in (one, two):
         assert [row.get("skipped") for row in found[False][0]] == [None, 1, 1]
@@ -202,7 +202,7 @@ def test_each_number_of_a_run_has_one_name_and_a_part_of_an_update_is_not_taken_
     assert evaluation == {"val/mean@k": 0.25, "val/length": 12.0}
 
 
-def test_a_run_is_shown_in_tensorboard_and_its_record_does_not_change(folder, tmp_path):  # noqa: F811
+def test_a_run_is_shown_in_tensorboard_and_its_record_does_not_change(folder, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     config = configured(folder, updates=3)

@@ -11,10 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pandas as pd
 import pytest
 import torch
+from runs_of_a_small_model import configured
 
 import logra
-from logra.rl import learner, runs
-from logra.rl.config import RunConfig
+from logra.rl import runs
 from logra.rl.evaluate import evaluate
 from logra.rl.loss import policy_loss, token_logprobs
 from logra.rl.records import MissingRecord
@@ -22,24 +22,6 @@ from logra.rl.rollout import generate, named_seed
 from logra.rl.train import Trainer, run
 
 PROMPTS = ["1+2=", "47+85+36=", "5=", "What is 12 + 7?"]
-
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory):
-    from transformers import Qwen2ForCausalLM
-
-    folder = tmp_path_factory.mktemp("model")
-    config = learner.config()
-    config.num_hidden_layers = 2
-    torch.manual_seed(0)
-    Qwen2ForCausalLM(config).save_pretrained(folder)
-    learner.tokenizer().save_pretrained(folder)
-    return folder
-
-
-def configured(folder, **changes):
-    return RunConfig(**(dict(model=str(folder), updates=6, prompts=8, micro_batch=8, max_new_tokens=6, relative_step=1e-3, learning_rate=1e-3,
-                             evaluate_every=3, evaluation_prompts=4, checkpoint_every=2, incorrect_reward=-0.5, selected_above=16, rank=16) | changes))
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 from rich.console import Console
-from test_loop import configured, folder  # noqa: F401      the small model
+from runs_of_a_small_model import configured
 
 from logra.paper import node, plan, printed, settings
 from logra.paper.profiles import ProfileError
@@ -120,7 +120,7 @@ def test_what_is_wrong_in_a_file_is_found_before_anything_runs(text, message, tm
         plan.load(tmp_path)
 
 
-def small_plan(folder, model, **changes):  # noqa: F811
+def small_plan(folder, model, **changes):
     """A plan of two short runs of the small model, for a machine of two training ranks."""
     config = configured(model, **(dict(updates=4, prompts=4, evaluate_every=4) | changes))
     common = {"machine": {"training_gpus": 2, "generating_gpus": 0, "card_gb": 80}, "settings": config.model_dump(mode="json", exclude={"name", "model"}), "models": {"tiny": {"model": str(model)}}}
@@ -130,7 +130,7 @@ def small_plan(folder, model, **changes):  # noqa: F811
     return plan.load(folder)
 
 
-def test_the_node_makes_the_runs_by_torchrun_and_goes_on_after_the_wall_clock(folder, tmp_path, monkeypatch, capsys):  # noqa: F811
+def test_the_node_makes_the_runs_by_torchrun_and_goes_on_after_the_wall_clock(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("LOGRA_RECORDS", str(tmp_path / "records"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(plan.Planned, "hours", 0.0)         # of no model that the paper has
@@ -143,7 +143,7 @@ def test_the_node_makes_the_runs_by_torchrun_and_goes_on_after_the_wall_clock(fo
 
 
 @pytest.mark.parametrize("method", ["dense", "lora"])
-def test_a_rollout_keeps_up_with_every_method_by_full_weights(method, folder):  # noqa: F811
+def test_a_rollout_keeps_up_with_every_method_by_full_weights(method, folder):
     trainer = Trainer(configured(folder, method=method, sync="full", learning_rate=1e-2))
     rows = [trainer.step() for _ in range(2)]
     assert [(row["sync"], row["sync_version"], row["sync_equal"]) for row in rows] == [("full", 1, True), ("full", 2, True)]

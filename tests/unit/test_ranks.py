@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 import torch
 import torch.distributed as dist
-from test_loop import configured, folder  # noqa: F401      the small model
+from runs_of_a_small_model import configured
 from torch import multiprocessing, nn
 from torch.distributed.fsdp import fully_shard
 
@@ -142,7 +142,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_train_as_one_on_the_same_responses(ranks, folder, tmp_path):  # noqa: F811
+def test_ranks_train_as_one_on_the_same_responses(ranks, folder, tmp_path):
     # at 8 bits an entry may round the other way; κ is the mean of rounding errors here, and would carry them into the budget
     configs = [configured(folder, **dict(bits=16, mismatch=False) | changes) for changes in CASES.values()]
     found = spawned(trainers_on_a_rank, ranks, tmp_path, configs)
@@ -183,7 +183,7 @@ def failing_on_a_rank(number, ranks, path, config):
     dist.destroy_process_group()
 
 
-def test_what_fails_on_one_rank_stops_all_with_the_weights_as_they_were(folder, tmp_path):  # noqa: F811
+def test_what_fails_on_one_rank_stops_all_with_the_weights_as_they_were(folder, tmp_path):
     assert spawned(failing_on_a_rank, 2, tmp_path, configured(folder, prompts=2)) == [True, True]
 
 
@@ -196,7 +196,7 @@ def command(ranks, *arguments):
 
 
 @pytest.mark.parametrize("method", ["logra", "dense"])
-def test_a_killed_run_on_ranks_resumes_bit_for_bit_and_on_another_number_of_ranks(method, folder, tmp_path):  # noqa: F811
+def test_a_killed_run_on_ranks_resumes_bit_for_bit_and_on_another_number_of_ranks(method, folder, tmp_path):
     config = configured(folder, updates=10, method=method, prompts=6, checkpoint_every=3, **({"trainable": "all"} if method == "logra" else {}))
     (tmp_path / "config.json").write_text(json.dumps(config.model_dump()))
     resumed = [tmp_path / "config.json", "--resume", "--folder"]
