@@ -1,6 +1,7 @@
-"""Supervised fine-tuning on several processes.    accelerate launch --cpu --num_processes 2 examples/accelerated.py OUT
+"""Supervised fine-tuning on several processes.    accelerate launch --multi_gpu --num_processes 2 examples/accelerated.py OUT
 
-Each has the whole model and its part of every batch. Sketches are averaged over them, so that all models stay the same to the bit.
+On CPUs as well: with --cpu accelerate starts one process alone. Each process has the whole model and its part of every batch; sketches are
+averaged over them, so that all models stay the same to the bit.
 """
 
 import sys
@@ -17,7 +18,7 @@ from demonstrations import demonstration
 from logra.rl.learner import BASE
 
 out = Path(sys.argv[1])
-accelerator = Accelerator(gradient_accumulation_steps=2)
+accelerator = Accelerator(cpu=not torch.cuda.is_available(), gradient_accumulation_steps=2)
 set_seed(0)
 model = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32).to(accelerator.device).train()
 tokenizer = AutoTokenizer.from_pretrained(BASE)

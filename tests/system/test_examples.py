@@ -18,7 +18,7 @@ from logra.rl.learner import BASE
 
 ROOT = Path(logra.__file__).resolve().parent.parent
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-ACCELERATE = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+ACCELERATE = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
 WATCHED = """
 import runpy, sys
 sys.argv, sys.path[0] = sys.argv[1:], "examples"
