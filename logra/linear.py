@@ -215,7 +215,7 @@ class SketchedLinear(nn.Linear):
         F_dr, key = factors[self.sketch.name]
         X_tk = x.reshape(-1, x.shape[-1])
         P_tr = self.sketch.source.project(X_tk, key)
-        F_dr, band, parts = F_dr.to(P_tr.dtype), max(1, _BAND // len(F_dr)), []
+        F_dr, band, parts = F_dr.to(P_tr), max(1, _BAND // len(F_dr)), []
         for X, P in zip(X_tk.split(band), P_tr.split(band)):
             y = F.linear(X, self.weight, self.bias)
             parts.append(y + (a * F.linear(P, F_dr)).to(y.dtype))
