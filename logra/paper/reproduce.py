@@ -257,7 +257,7 @@ def reproduce(arguments: argparse.Namespace, console: Console) -> int:
         except Exception as error:                           # whatever it is, the other notebooks go on
             return "FAILED", f"{_reason(error)} (log: build/{work.name}/logs/{task.stem}.log)"
 
-    with work.alone(), ThreadPoolExecutor(cores()) as pool:
+    with work.alone(), ThreadPoolExecutor(cores() + 1) as pool:      # one more than cores: some wait for runs, of which there are as many as cores
         futures = {pool.submit(one, task): task for task in tasks}
         try:
             with work.showing():

@@ -2,7 +2,6 @@
 
 import math
 
-import peft
 import torch
 
 import logra
@@ -62,7 +61,7 @@ class _Matrix:
     def weight(self) -> torch.Tensor:
         """W, or W + B A of what has an adapter: a collective where it is sharded."""
         module = self.model.get_submodule(self.name)
-        if not isinstance(module, peft.tuners.lora.LoraLayer):
+        if not hasattr(module, "lora_A"):
             return module.weight
         W, A, B = map(whole_tensor, (module.base_layer.weight, module.lora_A.default.weight, module.lora_B.default.weight))
         return W + B @ A * module.scaling["default"]
@@ -115,6 +114,8 @@ class LoRA(Dense):
     """
 
     def choose(self, model, config: RunConfig) -> None:
+        import peft                                         # a second, which the other methods need not wait
+
         adapters = peft.LoraConfig(r=config.rank, lora_alpha=config.rank, lora_dropout=0.0, target_modules=selected(model, config))
         with torch.random.fork_rng([]):
             torch.manual_seed(named_seed(config.seed, "adapters"))
