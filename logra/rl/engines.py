@@ -15,6 +15,8 @@ response's draws are named by its place in the batch, so that no engine's end ch
 
 import os
 import secrets
+import shlex
+import sys
 import time
 from collections.abc import Mapping
 
@@ -78,7 +80,8 @@ class Engines:
     def _actor(self, i: int):
         environment = {"OMP_NUM_THREADS": str(self.settings["threads"]), "MKL_NUM_THREADS": str(self.settings["threads"]), "PYTHONPATH": str(ROOT)}
         placed = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=i)
-        return ray.remote(Engine).options(**self.options, scheduling_strategy=placed, runtime_env={"env_vars": environment}).remote(self.settings)
+        own = {"env_vars": environment, "py_executable": shlex.quote(sys.executable)}     # Ray puts it into a shell's line as it is: a path may have a space
+        return ray.remote(Engine).options(**self.options, scheduling_strategy=placed, runtime_env=own).remote(self.settings)
 
     def _ask(self, calls: dict[int, tuple], seconds: float) -> tuple[dict[int, bytes], dict[int, Exception]]:
         """Answers by engine; and why those without one have none: they died, raised something or took too long."""
