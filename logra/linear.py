@@ -3,6 +3,7 @@
 `attach` turns the attention and MLP projections of a model into sketched ones in place; `detach` turns them back.
 """
 
+import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -295,7 +296,7 @@ class Sketches(Mapping):
         """‖S‖ over all matrices: what a loop logs as its gradient norm, for E‖S‖² = ‖G‖² and no weight has a `.grad`."""
         self.reduce()
         square = sum(float(sketch.S_dr.double().square().sum()) for sketch in self.values())
-        return (square if self.shards is None else self.shards.total([square])[0]) ** 0.5
+        return math.sqrt(square if self.shards is None else self.shards.total([square])[0])
 
     @torch.no_grad()
     def clip_norm_(self, max_norm: float) -> float:

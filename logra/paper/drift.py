@@ -23,15 +23,15 @@ import torch
 
 from logra import bits, sync
 from logra.paper import provenance
-from logra.rl import learner
+from logra.rl import learner, records
 from logra.rl.config import RunConfig
 from logra.rl.placement import Copy, Process, vllm_python
-from logra.rl.records import ROOT, write_whole
+from logra.rl.records import write_whole
 from logra.rl.train import Trainer
 
 # what has to be exact after 1,000 updates; a record holds every receiver of `follow`, vLLM's too
 GRID = list(product(("rademacher", "hadamard"), (8, 16), (16, 100, 256)))
-RECORDED = ROOT / "data" / "recorded" / "sync-exact"
+RECORDED = records.RECORDED / "sync-exact"
 EXACT = ("exact", "process", "vllm", "tp2", "tp4")         # the receivers of `follow` from which nothing may differ
 
 

@@ -51,7 +51,7 @@ def main(profile: str, only: list[str] | None, planned: bool, as_json: bool, wal
 
 
 def folder_of(run: Planned) -> Path:
-    return records_root() / f"{run.config.name}-{run.config.hash()}"
+    return records_root() / run.config.record
 
 
 def check(runs: list[Planned]) -> None:

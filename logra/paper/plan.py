@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from logra.memory import GIB, PAPER, Category, Setting
 from logra.paper import printed, simulated
-from logra.paper.profiles import ProfileError, _closest
+from logra.paper.profiles import ProfileError, closest
 from logra.rl.checkpoint import KEPT
 from logra.rl.config import RunConfig
 
@@ -133,7 +133,7 @@ class Planned:
 
     def as_row(self) -> dict:
         rate, source = self.rate
-        return {"name": self.name, "for": self.title, "record": f"{self.config.name}-{self.config.hash()}", "updates": self.config.updates,
+        return {"name": self.name, "for": self.title, "record": self.config.record, "updates": self.config.updates,
                 "updates_per_hour": rate, "rate_from": source, "hours": self.hours, "gpu_hours": self.gpu_hours, "disk_gib": self.disk_gib,
                 "needs_gib": self.needs_gib, "card_gib": self.machine.card_gib, "fits": self.fits, **self.paper, "config": self.config.model_dump(mode="json", exclude_defaults=True)}
 
@@ -175,7 +175,7 @@ def _expanded(file: Path, group: Group, common: Common) -> list[Planned]:
     for field, values in group.grid.items():
         if field == "model":
             if unknown := [label for label in values if label not in common.models]:
-                raise ProfileError(f"{file}: grid > model: unknown {unknown[0]!r}; common.yaml has {', '.join(common.models)}{_closest(str(unknown[0]), list(common.models))}")
+                raise ProfileError(f"{file}: grid > model: unknown {unknown[0]!r}; common.yaml has {', '.join(common.models)}{closest(str(unknown[0]), list(common.models))}")
             axes.append([(label, {}) for label in values])
         elif isinstance(values, dict):
             axes.append(list(values.items()))
@@ -201,7 +201,7 @@ def chosen(runs: list[Planned], only: list[str] | None) -> list[Planned]:
     """Those whose name begins with one of `only`, all without. Raises ProfileError for one that none begins with."""
     for wanted in only or []:
         if not any(run.name.startswith(wanted) for run in runs):
-            raise ProfileError(f"--only {wanted}: no run's name begins so{_closest(wanted, [run.name for run in runs])}")
+            raise ProfileError(f"--only {wanted}: no run's name begins so{closest(wanted, [run.name for run in runs])}")
     exact = [wanted for wanted in only or [] if any(run.name == wanted for run in runs)]
     return [run for run in runs if not only or run.name in exact or any(run.name.startswith(wanted) for wanted in only if wanted not in exact)]
 

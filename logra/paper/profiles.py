@@ -79,7 +79,7 @@ def load(root: Path, name: str) -> Profile:
     """`profiles/<name>.yaml` under `root`. Raises ProfileError for an unknown profile, and for one that is not as described above."""
     known = sorted(path.stem for path in (root / "profiles").glob("*.yaml"))
     if name not in known:
-        raise ProfileError(f"unknown profile {name!r}; there are: {', '.join(known) or 'none'}{_closest(name, known)}")
+        raise ProfileError(f"unknown profile {name!r}; there are: {', '.join(known) or 'none'}{closest(name, known)}")
     file = f"profiles/{name}.yaml"
     try:
         profile = Profile.model_validate(yaml.safe_load((root / file).read_text(encoding="utf-8")))
@@ -103,7 +103,7 @@ def tasks(root: Path, profile_name: str, only: list[str] | None = None) -> tuple
     stems = {PurePosixPath(name).name: name for name in profile.notebooks}
     for wanted in only or []:
         if not any(stem.startswith(wanted) for stem in stems):
-            raise ProfileError(f"--only {wanted}: profile {profile_name} has no notebook whose name begins so; there are: {', '.join(stems)}{_closest(wanted, list(stems))}")
+            raise ProfileError(f"--only {wanted}: profile {profile_name} has no notebook whose name begins so; there are: {', '.join(stems)}{closest(wanted, list(stems))}")
     chosen, wrong = [], []
     for stem, name in stems.items():
         if only is None or any(stem.startswith(wanted) for wanted in only):
@@ -129,7 +129,7 @@ def read_notebook(path: Path, name: str) -> nbformat.NotebookNode:
     if not path.is_file():
         folder = path.parents[len(PurePosixPath(name).parts) - 1]
         there = [p.relative_to(folder).with_suffix("").as_posix() for p in folder.rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts]
-        raise ProfileError(f"{name}: there is no notebook notebooks/{name}.ipynb{_closest(name, there)}")
+        raise ProfileError(f"{name}: there is no notebook notebooks/{name}.ipynb{closest(name, there)}")
     try:
         return nbformat.read(path, as_version=4)
     except Exception as error:                          # nbformat raises many kinds, all meaning the same to the reader
@@ -180,7 +180,7 @@ def resolve(name: str, given: dict[str, Any], defaults: dict[str, Any]) -> dict[
     wrong, values = [], dict(defaults)
     for key, value in given.items():
         if key not in defaults:
-            wrong.append(f"{name}: parameter {key}: given {value!r}, but the notebook has no such parameter; it has: {', '.join(defaults) or 'none'}{_closest(key, list(defaults))}")
+            wrong.append(f"{name}: parameter {key}: given {value!r}, but the notebook has no such parameter; it has: {', '.join(defaults) or 'none'}{closest(key, list(defaults))}")
             continue
         try:
             values[key] = _as(value, defaults[key])
@@ -228,6 +228,6 @@ def _number_hint(value: Any) -> str:
     return ""
 
 
-def _closest(given: str, known: list[str]) -> str:
+def closest(given: str, known: list[str]) -> str:
     close = difflib.get_close_matches(given, known, n=1, cutoff=0.5) or [k for k in known if given in k][:1]
     return f". Did you mean {close[0]}?" if close else ""

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from logra.rl.records import ROOT, MissingRecord, locked, log_input, records_root, refuse_if_only_drawing, sha256
+from logra.rl.records import RECORDED, ROOT, MissingRecord, locked, log_input, records_root, refuse_if_only_drawing, sha256
 
 __all__ = ["CLASSES", "ROOT", "MissingRecord", "cached", "canonical", "device", "figures_folder", "finish", "log_input", "log_output", "records_root", "sha256", "versions"]
 
@@ -68,7 +68,7 @@ def cached(name: str, config: dict[str, Any], make: Callable[[Path], None]) -> P
     """
     text = canonical(config)
     folder = records_root() / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-    shipped = ROOT / "data" / "recorded" / folder.name
+    shipped = RECORDED / folder.name
     if shipped.exists() and not folder.exists():
         return log_input(shipped)
     if not folder.exists():

@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from logra import projection, theory
 from logra.rl import loss, models, rewards, rollout
+from logra.rl.chat import QUESTION, last_number_is
 from logra.rl.records import cores
 from logra.rl.tasks import Problem
 
@@ -63,11 +64,10 @@ class DigitSums:
     def problem(self, split: str, index: int) -> Problem:
         draws = random.Random(f"{self.name}/{self.seed}/{split}/{index}")
         a, b = draws.randint(1, 9), draws.randint(1, 9)
-        return Problem(f"What is {a} + {b}? Reply with only the number.", str(a + b), self.name, index)
+        return Problem(QUESTION.format(f"{a} + {b}"), str(a + b), self.name, index)
 
     def verify(self, response: str, problem: Problem) -> float:
-        numbers = re.findall(r"\d+", response)
-        return float(bool(numbers) and numbers[-1] == problem.answer)
+        return last_number_is(response, problem.answer)
 
 
 def add_gradients(model, rollout, advantages: torch.Tensor, micro_batch: int) -> None:

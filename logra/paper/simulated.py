@@ -24,7 +24,7 @@ from tqdm import tqdm
 from logra import memory
 from logra.memory import GIB, PAPER, Category, Setting
 from logra.paper import printed, provenance
-from logra.rl.records import ROOT, cores, log_input, write_whole
+from logra.rl.records import RECORDED, ROOT, cores, log_input, write_whole
 from logra.rl.runs import FORKED
 
 MODELS = {"1.5B": "Qwen2.5-Math-1.5B", "7B": "Qwen2.5-Math-7B", "27B": "Qwen3.5-27B"}
@@ -41,7 +41,7 @@ RIVALS = {
     "logits in chunks": dict(loss="chunked"),
     "dense: all weights trained": dict(trainable="all"),
 }
-SHIPPED = ROOT / "data" / "recorded" / "memory.json"
+SHIPPED = RECORDED / "memory.json"
 
 
 def capacity_gib() -> float:

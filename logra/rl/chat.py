@@ -22,6 +22,12 @@ from logra.rl.tasks import Problem, ReasoningGym, Split, check
 QUESTION = "What is {}? Reply with only the number."
 
 
+def last_number_is(response: str, answer: str) -> float:
+    """1 if the last number in a response is the answer, else 0."""
+    numbers = re.findall(r"\d+", response)
+    return float(bool(numbers) and numbers[-1] == answer)
+
+
 def conversation(question: str) -> list[dict[str, str]]:
     """A question without a system's message, as chat messages."""
     return [{"role": "system", "content": ""}, {"role": "user", "content": question}]
@@ -55,8 +61,7 @@ class ChatSums:
         return Problem(conversation(QUESTION.format(f"{a} + {b}")), str(a + b), self.name, index)
 
     def verify(self, response: str, problem: Problem) -> float:
-        numbers = re.findall(r"\d+", response)
-        return float(bool(numbers) and numbers[-1] == problem.answer)
+        return last_number_is(response, problem.answer)
 
 
 class ChatProducts(ReasoningGym):

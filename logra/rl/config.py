@@ -130,6 +130,11 @@ class RunConfig(BaseModel):
         text = json.dumps(self.model_dump(exclude={"name"}, exclude_defaults=True), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
+    @property
+    def record(self) -> str:
+        """The name of the run's folder."""
+        return f"{self.name}-{self.hash()}"
+
     def same_run(self, written: dict) -> bool:
         """Whether a record's config.json is of this run: every value but the name equal, fields that it does not have at their defaults."""
         return RunConfig(**written).model_dump(exclude={"name"}) == self.model_dump(exclude={"name"})

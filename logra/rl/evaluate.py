@@ -12,17 +12,17 @@ _BATCH = 512                                                # responses generate
 _LEVEL = 0.95                                               # of the bootstrap intervals
 
 
-def evaluate(model, tokenizer, task, config, update: int) -> dict:
-    """One row of `evaluations.parquet`, see `summary`: of the responses that `model` gives here to the evaluation problems."""
+def sampler(model, tokenizer, config):
+    """sample(prompts, seed) of `evaluate`, by a model's own weights."""
     def sample(prompts, seed):
         return generate(model, tokenizer, prompts, seed, config.max_new_tokens, config.evaluation_temperature, config.evaluation_top_p, recorded=False, length=config.context)
 
-    return evaluate_with(sample, task, config, update)
+    return sample
 
 
-def evaluate_with(sample, task, config, update: int, led=lambda work: work()) -> dict:
-    """The same with responses from elsewhere: sample(prompts, seed) -> Rollout, one response a prompt. led: over ranks, `Ranks.led`: all
-    sample in step, and one of them scores.
+def evaluate(sample, task, config, update: int, led=lambda work: work()) -> dict:
+    """One row of `evaluations.parquet`, see `summary`. sample(prompts, seed) -> Rollout: one response a prompt. led: over ranks, `Ranks.led`:
+    all sample in step, and one of them scores.
 
     The problems are the first `evaluation_prompts` of the task's evaluation split, the same at every update.
     """

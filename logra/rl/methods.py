@@ -156,7 +156,7 @@ class LoGRA:
         contexts = logra.Contexts.of_responses(probe.input_ids, probe.attention_mask, probe.response_mask)
         with timed("update"):
             proposal = self.optimizer.propose()
-            row = {"sketch_norm": math.sqrt(ranks.total(sum(float(s.S_dr.double().square().sum()) for s in sketches.values())))}
+            row = {"sketch_norm": sketches.norm()}
         with timed("probe"):
             trainer = torch.zeros_like(batch.logprobs).masked_scatter(batch.response_mask, logprobs)
             self.control.observe(batch.logprobs, trainer, batch.response_mask & batch.complete[:, None])

@@ -206,9 +206,9 @@ class Synchronised:
         for left in reversed(range(_TRIES)):
             try:
                 return work()
-            except sync.SyncError:
+            except sync.SyncError as error:
                 self._at = None                             # full weights first
-                if not left:
+                if not left or error.reason not in ("interrupted", "gap"):      # they mend nothing else
                     raise
 
     @property

@@ -19,6 +19,7 @@ from pathlib import Path
 import logra
 
 ROOT = Path(logra.__file__).resolve().parent.parent
+RECORDED = ROOT / "data" / "recorded"                       # the records that are shipped
 
 # Files that say when, where and how fast a record was made, not what is in it.
 _UNHASHED = {"environment.json", "timings.parquet"}

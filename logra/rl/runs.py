@@ -23,9 +23,8 @@ from tqdm import tqdm
 
 from logra.rl.config import RunConfig
 from logra.rl.learner import base_sha256
-from logra.rl.records import ROOT, core, cores, locked, log_input, records_root, refuse_if_only_drawing
+from logra.rl.records import RECORDED, core, cores, locked, log_input, records_root, refuse_if_only_drawing
 
-RECORDED = ROOT / "data" / "recorded"
 FORKED = get_context("forkserver")                           # not "fork": the caller may have threads
 FORKED.set_forkserver_preload(["logra.rl.train", "logra.rl.footprint", "torch._dynamo", "torch._decomp.decompositions_for_jvp",
                                "transformers.models.qwen2.modeling_qwen2"])     # the last three would be imported by each run's first update
@@ -62,7 +61,7 @@ class Run:
 
 def folder_of(config: RunConfig) -> Path:
     """Where the record is: among the reader's own, else the shipped ones; where it is to be made if it is in neither."""
-    own = records_root() / f"{config.name}-{config.hash()}"
+    own = records_root() / config.record
     shipped = RECORDED / own.name
     return shipped if not _made(own, config) and _made(shipped, config) else own
 

@@ -29,7 +29,7 @@ from logra.checkpointing import keep_projections
 from logra.rl import rewards, stopping
 from logra.rl.checkpoint import Checkpoints
 from logra.rl.config import RunConfig
-from logra.rl.evaluate import evaluate_with
+from logra.rl.evaluate import evaluate, sampler
 from logra.rl.learner import base_sha256
 from logra.rl.logs import Logs, update_of
 from logra.rl.loss import policy_loss, token_logprobs
@@ -37,7 +37,7 @@ from logra.rl.methods import Dense, LoGRA, LoRA
 from logra.rl.placement import base_model
 from logra.rl.ranks import Alone, Ranks, launched, whole_tensor
 from logra.rl.records import records_root, write_whole
-from logra.rl.rollout import generate, named_seed
+from logra.rl.rollout import named_seed
 from logra.rl.stopping import Limit, Stopped
 from logra.rl.tasks import task as make_task
 from logra.shards import own_rows
@@ -140,13 +140,14 @@ class Trainer:
         config = self.config
         self.model.eval()
 
-        def sample(prompts, seed):
-            how = (prompts, seed, config.max_new_tokens, config.evaluation_temperature)
-            if config.rollout in ("vllm", "ray"):
-                return self.rollout.generate(*how, top_p=config.evaluation_top_p)
-            return self.ranks.run(generate, self.model, self.tokenizer, *how, config.evaluation_top_p, recorded=False, length=config.context)
+        own = sampler(self.model, self.tokenizer, config)
 
-        return evaluate_with(sample, self.task, config, self.update, self.ranks.led)
+        def sample(prompts, seed):
+            if config.rollout in ("vllm", "ray"):
+                return self.rollout.generate(prompts, seed, config.max_new_tokens, config.evaluation_temperature, top_p=config.evaluation_top_p)
+            return self.ranks.run(own, prompts, seed)
+
+        return evaluate(sample, self.task, config, self.update, self.ranks.led)
 
     def state_dict(self) -> dict:
         """All that the next update depends on; over N ranks, this one's rows of it."""
@@ -325,7 +326,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--no-logs", action="store_true", help="nothing for TensorBoard and W&B")
     options = parser.parse_args(arguments)
     config = RunConfig(**(yaml.safe_load(options.config.read_text()) or {}))
-    folder = options.folder or records_root() / f"{config.name}-{config.hash()}"
+    folder = options.folder or records_root() / config.record
     limit = Limit(options.wall_clock).listen()
     ours = launched()
     try:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from logra.rl.evaluate import evaluate_with, summary
+from logra.rl.evaluate import evaluate, summary
 from logra.rl.config import RunConfig
 from logra.rl.rollout import Rollout
 from logra.rl.tasks import Problem
@@ -75,7 +75,7 @@ def test_each_problem_is_sampled_as_often_as_asked_and_the_row_is_plain(prompts)
         b = len(given)
         return Rollout(*[torch.ones(b, 2, dtype=torch.int64)] * 2, torch.ones(b, 2, dtype=torch.bool), torch.zeros(b, 2), torch.ones(b, dtype=torch.bool), ["a"] * b)
 
-    row = evaluate_with(sample, Letters(), RunConfig(evaluation_prompts=prompts, evaluation_samples=2), update=7)
+    row = evaluate(sample, Letters(), RunConfig(evaluation_prompts=prompts, evaluation_samples=2), update=7)
     count = min(prompts, 4)
     assert asked == [letter for i in range(count) for letter in ["ab"[i % 2]] * 2]
     assert list(row)[:8] == ["update", "pass_at_1", "pass_at_k", "score", "length", "truncated", "samples", "verifier_failures"] and row["update"] == 7

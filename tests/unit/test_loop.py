@@ -15,7 +15,7 @@ from runs_of_a_small_model import configured
 
 import logra
 from logra.rl import runs
-from logra.rl.evaluate import evaluate
+from logra.rl.evaluate import evaluate, sampler
 from logra.rl.loss import policy_loss, token_logprobs
 from logra.rl.records import MissingRecord
 from logra.rl.rollout import generate, named_seed
@@ -134,7 +134,7 @@ def test_baseline_is_used_before_it_takes_the_batch_in(folder):
 
 
 def test_evaluation_counts_what_the_verifier_says(trainer):
-    row = evaluate(trainer.model, trainer.tokenizer, trainer.task, trainer.config, update=0)
+    row = evaluate(sampler(trainer.model, trainer.tokenizer, trainer.config), trainer.task, trainer.config, update=0)
     task = trainer.task
     problems = [task.problem("evaluation", i) for i in range(4) for _ in range(4)]
     out = generate(trainer.model, trainer.tokenizer, [p.prompt for p in problems], named_seed(1, "evaluate", 0, 0), 6, 0.7, 0.7, recorded=False)

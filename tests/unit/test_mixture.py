@@ -9,7 +9,7 @@ import torch
 
 from logra.rl import learner, mixture_learner, runs, train
 from logra.rl.config import RunConfig
-from logra.rl.evaluate import evaluate
+from logra.rl.evaluate import evaluate, sampler
 from logra.rl.mixture import FORMS, Mixture, ShortForm, short_mixture
 from logra.rl.records import MissingRecord
 from logra.rl.rewards import score
@@ -80,10 +80,10 @@ def test_evaluation_reports_the_mean_of_the_tasks_means(mixture, monkeypatch):
     grades = {"short/spell_backward": 1.0, "short/word_sorting": 0.5, "short/complex_arithmetic": 0.25}
     monkeypatch.setattr(mixture, "verify", lambda response, problem: grades.get(problem.task, 0.0))
     config = RunConfig(evaluation_prompts=10_000, evaluation_samples=2, max_new_tokens=1, evaluation_top_p=0.95, verifier_seconds=10.0, evaluation_resamples=100)
-    row = evaluate(model, tokenizer, mixture, config, 0)
+    row = evaluate(sampler(model, tokenizer, config), mixture, config, 0)
     assert row["macro"] == pytest.approx(1.75 / 5) and row["macro"] != pytest.approx(row["score"])
     assert {name: row[f"score/{name}"] for name in mixture.members} == {name: grades.get(name, 0.0) for name in mixture.members}
-    alone = evaluate(model, tokenizer, mixture.members["short/pool_matrix"], config, 0)
+    alone = evaluate(sampler(model, tokenizer, config), mixture.members["short/pool_matrix"], config, 0)
     assert "macro" not in alone, "one task has no macro average: its records keep their columns"
 
 
@@ -117,7 +117,7 @@ def test_shipped_base_is_of_the_recipe_and_knows_part_of_every_task():
     model, tokenizer = learner.load_base(mixture_learner.BASE)
     assert tokenizer.get_vocab() == learner.tokenizer().get_vocab() and {p.dtype for p in model.parameters()} == {torch.float32}
     config = RunConfig(evaluation_prompts=10_000, evaluation_samples=1, max_new_tokens=24, evaluation_top_p=0.95, verifier_seconds=10.0, evaluation_resamples=100)
-    row = evaluate(model, tokenizer, short_mixture(), config, 0)
+    row = evaluate(sampler(model, tokenizer, config), short_mixture(), config, 0)
     assert 0.25 < row["macro"] < 0.60 and 0.1 < row["truncated"] < 0.5      # the band in which the paper selected its tasks (C.2)
     assert min(value for name, value in row.items() if name.startswith("score/")) > 0.02
 
