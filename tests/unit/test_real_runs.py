@@ -39,7 +39,7 @@ def test_first_updates_come_out_again_and_the_ledger_is_what_is_held(small):
 
 def test_a_shipped_derived_record_is_used_where_the_reader_has_none(tmp_path, monkeypatch):
     monkeypatch.setenv("LOGRA_RECORDS", str(tmp_path / "own"))
-    monkeypatch.setattr(provenance, "ROOT", tmp_path)
+    monkeypatch.setattr(provenance, "RECORDED", tmp_path / "data/recorded")
 
     def write(text):
         return lambda folder: (folder / "text").write_text(text)
