@@ -30,6 +30,8 @@ from logra.paper.profiles import Task
 from logra.paper.provenance import CLASSES, ROOT, canonical, records_root
 
 DEAD_KERNEL = 138            # papermill's exit code when the kernel died
+# without an optional grammar of IRIs, which jsonschema takes more than a second to build at import and no notebook's schema asks for
+_PAPERMILL = "import sys; sys.modules['rfc3987_syntax'] = None; from papermill.cli import papermill; papermill()"
 _LEFT_OUT = ("PYTHONHOME", "PYTHONSTARTUP", "MPLBACKEND", "MATPLOTLIBRC", "JUPYTER_PATH", "JUPYTER_CONFIG_PATH")
 
 
@@ -91,7 +93,7 @@ def run(task: Task, aside: Path, log: Path, extra: dict[str, str], show: Callabl
     ours = {"FIGURES": figures, "INPUTS": aside / "inputs.jsonl", "OUTPUTS": aside / "outputs.jsonl", "MARKER": aside / "mark.json", "NONCE": nonce}
     environment = os.environ | extra | {f"LOGRA_{name}": str(value) for name, value in ours.items()}
     # Paths from the root, since papermill takes braces in a path for its own; the notebook's folder is its working directory, as under Jupyter.
-    command = [sys.executable, "-m", "papermill", _inside(task.source), _inside(executed), "-f", _inside(parameters), "--kernel", "python3", "--language", "python",
+    command = [sys.executable, "-c", _PAPERMILL, _inside(task.source), _inside(executed), "-f", _inside(parameters), "--kernel", "python3", "--language", "python",
                "--cwd", _inside(task.source.parent), "--log-output", "--no-progress-bar", "--start-timeout", "120"]
     begun = time.monotonic()
     with log.open("wb") as stream:
