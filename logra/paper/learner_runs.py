@@ -88,13 +88,14 @@ def _trace(config: RunConfig, updates: int, every: int) -> pd.DataFrame:
     return footprint.trace(config, updates, every)
 
 
-def summary(made: Mapping[str, Sequence[runs.Run]], bytes_: pd.DataFrame) -> pd.DataFrame:
+def summary(made: Mapping[str, Sequence[runs.Run]], bytes_: pd.DataFrame, last: int) -> pd.DataFrame:
     """One row a run, as Tables 1 and 2 count: method, seed; updates, those without an update; average_mib, peak_mib; updates_per_hour,
-    seconds_per_update (the training call alone); pass_at_1, pass_at_4, a run's highest, in percent."""
+    seconds_per_update (the training call alone); pass_at_1, pass_at_4, a run's highest up to update `last`, in percent."""
     rows = []
     for method, group in made.items():
         for run in group:
             seconds, evaluations, metrics = run.timings, run.evaluations, run.metrics
+            evaluations = evaluations[evaluations["update"] <= last]
             size = metrics["gradient_norm" if "gradient_norm" in metrics else "sketch_norm"]
             moved = metrics["update"][size > 0]
             own = bytes_[(bytes_["method"] == method) & (bytes_["seed"] == run.config.seed) & bytes_["update"].isin(moved)]["peak"] / 2 ** 20
@@ -109,10 +110,16 @@ def summary(made: Mapping[str, Sequence[runs.Run]], bytes_: pd.DataFrame) -> pd.
 def peak_of_mean(bytes_: pd.DataFrame) -> pd.DataFrame:
     """Of each method's curve of per-update peaks, averaged over seeds: its highest point and the sample sd over seeds there, MiB (Table 1's definition)."""
     curve = (bytes_.assign(mib=bytes_["peak"] / 2 ** 20).groupby(["method", "update"])["mib"].agg(["mean", "std"])).reset_index()
-    return curve.loc[curve.groupby("method")["mean"].idxmax()].set_index("method")
+    return curve.loc[curve["mean"].fillna(-1).groupby(curve["method"]).idxmax()].set_index("method")
 
 
-def plus_minus(values: pd.Series, digits: int = 2) -> str:
-    """"67.87 ± 1.23": mean and sample standard deviation; the mean alone of a single value."""
-    spread = f" ± {values.std():.{digits}f}" if len(values) > 1 else ""
-    return f"{values.mean():.{digits}f}{spread}"
+def value(mean: float, sd: float, digits: int = 2, unit: str = "") -> str:
+    """"67.87 ± 1.23"; without a spread where it is NaN, "–" for a mean that is."""
+    if pd.isna(mean):
+        return "–"
+    return f"{mean:.{digits}f}" + ("" if pd.isna(sd) else f" ± {sd:.{digits}f}") + (unit and f" {unit}")
+
+
+def plus_minus(values: pd.Series, digits: int = 2, unit: str = "") -> str:
+    """The same of values: their mean and sample standard deviation; the mean alone of a single value."""
+    return value(values.mean(), values.std(), digits, unit)

@@ -21,7 +21,7 @@ NAMES = {
         "alpha": "logra/alpha", "budget": "logra/kl_budget", "kappa": "logra/kappa"},
     "evaluation": {"pass_at_1": "val/mean@k", "pass_at_k": "val/pass@k", "score": "val/score/mean"},
     "timings": {"rollout": "timing_s/gen", "train": "timing_s/update_actor", "probe": "timing_s/kl_probe", "update": "timing_s/update_weights",
-                "sync": "timing_s/sync_weights", "total": "timing_s/step"},
+                "sync": "timing_s/sync_weights", "total": "timing_s/step", "peak_gib": "perf/max_memory_allocated_gb"},
 }
 _GROUP = {"metrics": "training", "evaluation": "val", "timings": "timing_s"}
 

@@ -55,7 +55,7 @@ class Run:
 
     @property
     def timings(self) -> pd.DataFrame:
-        """Seconds of each part of each update."""
+        """Seconds of each part of each update; peak_gib, the most memory that a training GPU had allocated in its training call, of a run on GPUs."""
         return pd.read_parquet(self.folder / "timings.parquet")
 
 
@@ -64,6 +64,12 @@ def folder_of(config: RunConfig) -> Path:
     own = records_root() / config.record
     shipped = RECORDED / own.name
     return shipped if not _made(own, config) and _made(shipped, config) else own
+
+
+def find(config: RunConfig) -> Run | None:
+    """The run of a configuration, if its record is whole; nothing is made."""
+    folder = folder_of(config)
+    return Run(config, log_input(folder)) if _made(folder, config) else None
 
 
 def ensure(configs: Sequence[RunConfig]) -> list[Run]:
