@@ -40,6 +40,22 @@ def main_result(model: str, method: str) -> pd.Series:
     return table("table1").set_index(["model", "method"]).loc[(model, method)]
 
 
+def gains(column: str) -> dict[str, float]:
+    """LoGRA minus Dense in a column of Table 1, by model, where both trained."""
+    wide = table("table1").pivot(index="model", columns="method", values=column)
+    return (wide["logra"] - wide["dense"]).dropna().to_dict()
+
+
+def as_printed(column: str, name: str, difference: float, error: float) -> str:
+    """Whether a difference LoGRA − dense (points, with its standard error) goes the way that Table 1 prints it: a sentence."""
+    theirs = gains(column)
+    model = max(theirs, key=lambda m: abs(theirs[m]))
+    found = f"the paper has {name}, LoGRA − dense: " + ", ".join(f"{gain:+.2f} points at {m}" for m, gain in theirs.items())
+    if not abs(difference) > 2 * error:
+        return f"{found}; here the difference is within two standard errors of nothing"
+    return f"{found}; " + ("here too LoGRA is " if difference * theirs[model] > 0 else f"here, AGAINST the paper's {model}, LoGRA is ") + ("above" if difference > 0 else "below")
+
+
 def parameters(model: str, projections_only: bool = False) -> int:
     """Weights of one of the paper's models, "1.5B", "7B" or "27B", in its matrices alone (shapes.csv)."""
     shapes = table("shapes")
