@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from logra.paper import plan
+from logra.paper import learner_runs, plan
 from logra.rl import runs
 from logra.rl.records import ROOT, MissingRecord
 from logra.rl.runs import Run
@@ -60,6 +60,15 @@ def peaks(found: Sequence[tuple[str, Run]]) -> pd.DataFrame:
         return rows.assign(model=model, method=run.config.method, seed=run.config.seed, peak=rows["peak_gib"] * 2 ** 30)
 
     return pd.concat([of(model, run) for model, run in found], ignore_index=True)[["model", "method", "seed", "update", "length", "peak"]]
+
+
+def memory(found: Sequence[tuple[str, Run]]) -> pd.DataFrame:
+    """The same as a row of Table 1 a model and method: columns model, method, source, average_gib, peak_gib (of the curve of seed means)."""
+    rows = []
+    for (model, method), frame in peaks(found).groupby(["model", "method"], sort=False):
+        average = frame.groupby("seed")["peak"].mean().mean() / 2 ** 30
+        rows.append({"model": model, "method": method, "source": "measured", "average_gib": average, "peak_gib": learner_runs.peak_of_mean(frame).loc[method, "mean"] / 1024})
+    return pd.DataFrame(rows)
 
 
 def about(found: Sequence[tuple[str, Run]]) -> str:

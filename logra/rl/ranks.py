@@ -63,6 +63,8 @@ class Alone:
     def total(self, value: float) -> float:
         return value
 
+    most = total
+
     @contextmanager
     def reduced(self, sketches: Sketches):
         yield
@@ -183,6 +185,12 @@ class Ranks:
 
     def total(self, value: float) -> float:
         return self.shards.total([value])[0]
+
+    def most(self, value: float) -> float:
+        """The largest over the ranks."""
+        found = [None] * self.count
+        dist.all_gather_object(found, value)
+        return max(found)
 
     @contextmanager
     def reduced(self, sketches: Sketches):

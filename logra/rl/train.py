@@ -3,7 +3,8 @@
     python -m logra.rl.train CONFIG.yaml [--folder RECORD] [--resume]
     torchrun --nproc-per-node 4 -m logra.rl.train CONFIG.yaml ...       the same over N ranks: see `rl.ranks`
 
-A run's folder holds config.json, environment.json, metrics.parquet and timings.parquet (one row an update), evaluations.parquet;
+A run's folder holds config.json, environment.json, metrics.parquet and timings.parquet (one row an update; the latter with `peak_gib`, the most
+that a training GPU had allocated in its training call), evaluations.parquet;
 while it runs, log.jsonl, and checkpoints (`rl.checkpoint`) from which --resume goes on bit for bit, or on another number of ranks. --wall-clock,
 SIGTERM and SIGUSR1 end it with a checkpoint (`rl.stopping` has the exit codes). `rl.logs` shows it while it runs.
 """
@@ -59,6 +60,7 @@ class Trainer:
         self.update, self.baseline, self.equal = 0, 0.0, 0   # equal: batches in a row of one reward alone
         self.skipped = self.bad = 0                         # updates not made, in all and in a row until now
         self.seconds: dict[str, float] = {}
+        self.memory: dict[str, float] = {}                  # peak_gib of the last update's training call, on GPUs
         self._row: dict = {}                                # what is known of the update that is being made
 
     @contextmanager
@@ -71,7 +73,7 @@ class Trainer:
         """One update: sample, score, accumulate, propose, scale, apply. Raises FloatingPointError for a loss, a sketch or a
         predicted KL that is not finite, with the weights unchanged."""
         config, u = self.config, self.update + 1
-        self.seconds = {}
+        self.seconds, self.memory = {}, {}
         first = (u - 1) * config.prompts
         problems = [self.task.problem("train", first + i) for i in range(config.prompts)]
         with self._timed("rollout"):
@@ -81,6 +83,9 @@ class Trainer:
         reward = torch.tensor(scores.rewards)
         advantages = (reward - self.baseline).to(batch.input_ids.device)
         tokens = int(batch.response_mask.sum())
+        counted = batch.input_ids.is_cuda
+        if counted:
+            torch.cuda.reset_peak_memory_stats()
         with self._timed("train"):
             self.model.train()
             loss, logprobs = self._backward(batch, advantages, tokens)
@@ -93,6 +98,8 @@ class Trainer:
             raise FloatingPointError(f"the loss of update {u} is {loss}: nothing was applied")
         self.equal, warning = rewards.all_equal(scores, self.equal)
         row |= warning | self.method.update(self._timed, batch, logprobs)
+        if counted:                                         # the training call (3.4.2): backward, probe, update; the rank that needed most
+            self.memory = {"peak_gib": self.ranks.most(torch.cuda.max_memory_allocated() / 2 ** 30)}
         if config.sync != "none":
             row |= self.rollout.publish(self.method.applied)
             self.seconds["sync"] = self.rollout.seconds
@@ -204,7 +211,7 @@ def run(config: RunConfig, folder: Path, resume: bool = True, limit: Limit | Non
                 began = time.perf_counter()
                 row = trainer.advance()
                 note("metrics", row)
-                note("timings", {"number": trainer.update, **trainer.seconds, "total": time.perf_counter() - began})    # `update` is a part's seconds
+                note("timings", {"number": trainer.update, **trainer.seconds, **trainer.memory, "total": time.perf_counter() - began})    # `update` is a part's seconds
                 due = trainer.update % config.evaluate_every == 0 and trainer.update >= config.evaluate_from
                 if due or trainer.update == config.updates:
                     note("evaluation", trainer.evaluate())
@@ -312,6 +319,8 @@ def _environment(config: RunConfig, folder: Path, ranks: int, task) -> dict:
              "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
     if ranks > 1:
         found["ranks"] = ranks
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name()
     if hasattr(task, "sha256"):
         found["data_sha256"] = task.sha256()                # of what a task that reads files was trained and evaluated on
     return found
