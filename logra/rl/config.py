@@ -38,7 +38,9 @@ class RunConfig(BaseModel):
     compute: Literal["float32", "bfloat16"] = "float32"     # weights are stored in float32 either way
     checkpointing: bool = False                             # activation checkpointing, non-reentrant
     checkpoint_projections: bool = False                    # under it, X Aᵀ and attention's output are kept, not made a second time
-    offload: bool = False                                   # weights lie in the CPU's memory between uses (FSDP2), and are updated there
+    gathered: Literal["float32", "bfloat16"] = "float32"    # over ranks: as what a layer's weights are gathered (FSDP2)
+    sharded_sketches: bool = False                          # over ranks: S is summed to row shards in each backward, not once an update
+    offload: bool = False                                   # over ranks: weights lie in the CPU's memory between uses (FSDP2), and are updated there
 
     # where responses are sampled, and how its weights keep up with the trainer's (`rl.placement`)
     rollout: Literal["in_process", "process", "vllm", "ray"] = "in_process"
@@ -120,6 +122,11 @@ class RunConfig(BaseModel):
             raise ValueError("checkpoint_projections keeps LoGRA's projections under activation checkpointing: set checkpointing to true and method to logra, or drop it")
         if self.keep_weights_at and self.method == "lora":
             raise ValueError("keep_weights_at keeps a model's own weights, which LoRA does not change: drop it")
+        if self.gathered == "bfloat16" and (self.compute != "bfloat16" or self.method == "logra" and self.probe == "finite_difference"):
+            raise ValueError("gathered is bfloat16: that is for compute bfloat16, and no weights for a finite-difference probe, which would measure their rounding: "
+                             "set compute to bfloat16 and probe to jvp, or gathered to float32")
+        if self.sharded_sketches and self.method != "logra":
+            raise ValueError(f"sharded_sketches shards LoGRA's sketches, but method is {self.method!r}: drop it")
         if self.share_inputs and self.method != "logra":
             raise ValueError(f"share_inputs shares LoGRA's projections, but method is {self.method!r}: drop it")
         return self

@@ -76,7 +76,7 @@ class Dense:
         if config.sync != "none":
             self.sketches.base                              # while the weights are whole, without adapters, and those of no update
         self.choose(model, config)
-        ranks.shard(model, config.offload)
+        ranks.shard(model, config)
         self.adamw = AdamW([p for p in model.parameters() if p.requires_grad], config, ranks)
 
     def choose(self, model, config: RunConfig) -> None:
@@ -130,7 +130,9 @@ class LoGRA:
         self.sketches = logra.attach(model, config.rank, config.projection, config.seed, config.refresh, modules=selected(model, config),
                                      freeze_rest=config.trainable == "selected", keep_projections=ranks.count == 1, share_inputs=config.share_inputs)
         self.sketches.base                                  # while the weights are whole, and those of no update
-        ranks.shard(model, config.offload)
+        ranks.shard(model, config)
+        if config.sharded_sketches:
+            self.sketches.shards = ranks.shards
         step = dict(relative_step=config.relative_step, bits=config.bits)
         self.optimizer = (logra.RowAdam(self.sketches, beta2=config.beta2, **step) if config.optimizer == "rowadam"
                           else logra.SketchSGD(self.sketches, **step))

@@ -3,8 +3,9 @@
     torchrun --nproc-per-node 4 -m logra.rl.train CONFIG.yaml
 
 Every rank holds the whole batch and the whole LowRankUpdate; weights, sketches after backward, RowAdam's and AdamW's state are sharded by
-rows. Each rank's backwards add to a whole float32 S, which is summed to row shards once an update. A is hashed where it is needed. Weights are
-gathered in float32 also where compute is bfloat16 (by autocast, as in one process): a probe on bfloat16 weights would measure rounding.
+rows. Each rank's backwards add to a whole float32 S, which is summed to row shards once an update (`sharded_sketches`: in each backward). A is hashed
+where it is needed. Weights are gathered in float32 also where compute is bfloat16 (by autocast, as in one process), unless `gathered` says bfloat16:
+finite differences on bfloat16 weights would measure their rounding.
 FSDP's collectives need the same forwards on every rank: a rank with fewer responses runs one again that counts nothing.
 `Alone` is the same for one process without FSDP.
 """
@@ -20,11 +21,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from logra.coverage import decoder_blocks
 from logra.linear import Sketches
+from logra.rl.config import RunConfig
 from logra.rl.placement import place
 from logra.rl.rollout import Rollout
 from logra.shards import RowShards, own_rows
@@ -37,9 +39,10 @@ class Alone:
 
     number, count = 0, 1
 
-    def shard(self, model: nn.Module, offload: bool = False) -> None:
-        if offload:
-            raise ValueError("offload is FSDP's, and this process has no ranks: start it by torchrun, or set offload to false")
+    def shard(self, model: nn.Module, config: RunConfig) -> None:
+        for name in ("gathered", "sharded_sketches", "offload"):
+            if getattr(config, name) != RunConfig.model_fields[name].default:
+                raise ValueError(f"{name} is for ranks, and this process has none: start it by torchrun, or leave {name} at {RunConfig.model_fields[name].default}")
 
     def run(self, function: Callable, *arguments, **keywords):
         return function(*arguments, **keywords)
@@ -93,13 +96,18 @@ class Ranks:
 
     # the model ------------------------------------------------------------------------------------------------------------
 
-    def shard(self, model: nn.Module, offload: bool = False) -> None:
-        """`fully_shard` each decoder block, and what is left with the root. Before any optimizer is made: it changes the parameters."""
+    def shard(self, model: nn.Module, config: RunConfig) -> None:
+        """`fully_shard` each decoder block, an embedding that is not the head's, and what is left with the root. Before any optimizer is made: it changes
+        the parameters."""
         self.mesh = mesh = init_device_mesh(self.device.type, (self.count,))
-        policy = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if offload else OffloadPolicy()
-        for block in decoder_blocks(model, model).values():
-            fully_shard(block, mesh=mesh, offload_policy=policy)
-        self.root = fully_shard(_Root(model), mesh=mesh, offload_policy=policy)
+        policy = dict(mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if config.offload else OffloadPolicy())
+        if config.gathered == "bfloat16":
+            policy["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        apart = [] if head is None or head.weight is embedding.weight else [embedding]
+        for module in [*decoder_blocks(model, model).values(), *apart]:
+            fully_shard(module, **policy)
+        self.root = fully_shard(_Root(model), **policy)
         for module in self.root.modules():
             if hasattr(module, "set_gradient_divide_factor"):
                 module.set_gradient_divide_factor(1.0)      # the loss is the whole batch's token mean already: shares add up
@@ -195,6 +203,9 @@ class Ranks:
     @contextmanager
     def reduced(self, sketches: Sketches):
         """Within it every sketch is its sum over the ranks, of which each holds its rows. After it S is zero."""
+        if sketches.shards is not None:                     # made as such
+            yield
+            return
         for sketch in sketches.values():
             sketch._S_dr = self.shards.reduce(sketch.S_dr)
         sketches.shards = self.shards
