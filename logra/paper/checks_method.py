@@ -6,7 +6,11 @@ Each function is named by a row of data/paper/claims.csv and returns a number in
 from __future__ import annotations
 
 import functools
+import json
+import logging
 import math
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import logra
 from logra import projection, theory
 from logra.paper.printed import Finding, parameters, table, text
+from logra.rl import data
 
 GIB, MIB = 2**30, 2**20
 CAPACITY_GIB = 80e9 / GIB           # what an H100 of "80 GB" holds at the least
@@ -75,6 +80,19 @@ def rowadam_state() -> Finding:
     optimizer.step()
     held = sum(v.numel() for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v) and v.numel() > 1)
     return Finding(f"{held} numbers for a matrix with d = {sketches['layer'].d}; at 1.5B {rows:,} against Adam's {weights:,}", held == sketches["layer"].d)
+
+
+def unique_prompts() -> float:
+    """Prompts that `rl.data.dapo` (C.1) keeps of a made release in which every third row repeats an earlier one."""
+    log = logging.getLogger(data.__name__)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "release.jsonl"
+        path.write_text("".join(json.dumps({"problem": f"{n - (n % 3 == 1)}", "answer": "0"}) + "\n" for n in range(12000)))
+        log.disabled = True                                 # that its hash is not the release's goes without saying
+        try:
+            return float(len({problem.prompt for problem in data.dapo(str(path))}))
+        finally:
+            log.disabled = False
 
 
 # Sketches and updates, on one layer
@@ -189,6 +207,35 @@ def row_adam() -> Finding:
     kept = bool(torch.equal(optimizer.state[sketches["layer"].weight]["v_d"], v)) and steps == 1
     return Finding(f"‖U‖/‖S‖ = {norm:.7f}; larger rows get smaller multipliers: {falls}; zero sketch: largest entry {float(zero):g}; state kept when A is refreshed: {kept}",
                    abs(norm - 1) < 1e-6 and falls and float(zero) == 0 and kept)
+
+
+def _row_adam(sizes_d: torch.Tensor, updates: int):
+    """For each update, a sketch with rows of these sizes and the U that RowAdam proposed of it, both float64 [d, 8]."""
+    *_, optimizer, sketches = _layer(d=len(sizes_d))
+    draws, seen = torch.Generator().manual_seed(2), []
+    for _ in range(updates):
+        sketches["layer"].S_dr.copy_(torch.randn(len(sizes_d), 8, generator=draws) * sizes_d[:, None])
+        seen.append((sketches["layer"].S_dr.double(), optimizer.propose()["layer"].double()))
+        optimizer.step()
+    return seen
+
+
+def row_adam_equation() -> float:
+    """Largest difference of U from Eq. 15 written out, over three updates, relative to U's largest entry."""
+    v_d, worst = torch.zeros(12, dtype=torch.float64), 0.0
+    for t, (S, U) in enumerate(_row_adam(torch.logspace(-3, 2, 12), updates=3), 1):
+        v_d = text("beta2") * v_d + (1 - text("beta2")) * S.square().mean(1)
+        root_d = (v_d / (1 - text("beta2") ** t)).sqrt()
+        wanted = S / (root_d + text("epsilon") * root_d.mean())[:, None]
+        worst = max(worst, float((U - wanted * (S.norm() / wanted.norm())).abs().max() / U.abs().max()))
+    return worst
+
+
+def epsilon() -> float:
+    """ε_t over the mean of √v̂, read off a row so small that ε alone divides it."""
+    [(S, U)] = _row_adam(torch.tensor([1.0] * 11 + [1e-12]), updates=1)
+    multiplier_d, root_d = U.norm(dim=1) / S.norm(dim=1), S.square().mean(1).sqrt()
+    return float((multiplier_d[0] * root_d[0] / multiplier_d[-1] - root_d[-1]) / root_d.mean())
 
 
 def direction_kept() -> float:

@@ -118,6 +118,11 @@ def sum_of_table3(column: str) -> float:
     return float(rows.drop("total")[column].sum())
 
 
+def most_of_table3(column: str) -> float:
+    """The largest count of a task: what no duplicate took away."""
+    return float(table("table3").set_index("task").drop("total")[column].max())
+
+
 def shares_of_problems() -> Finding:
     """Figure 4's truncation rates as whole numbers of the 193 responses."""
     rates, total = [text("long_truncated_start"), text("long_truncated_end")], text("rg_evaluation")

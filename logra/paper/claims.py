@@ -12,7 +12,7 @@ data/paper/claims.csv lists the claims and says how each is checked; a check is 
 |---|---|
 | holds | ours lies within the tolerance, or what the claim says is so; at toy scale, in its direction only |
 | fails | it does not: our check contradicts the claim |
-| not checkable here | it takes the paper's hardware; the command that would check it there is given |
+| not checkable here | it takes the paper's hardware; the command that would make its runs there is given, where this project has such runs |
 | not recorded yet | the figure whose data decides has not been drawn yet |
 """
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Claim:
     verdict: str                 # one of VERDICTS
     note: str
     notebook: str                # that shows it; empty for none
-    command: str
+    command: str                 # that checks it, or makes the runs that would; empty where there is none
 
 
 def ledger(only: Sequence[str] | None = None) -> list[Claim]:
@@ -96,8 +96,9 @@ def _call(name: str, arguments: list) -> Finding | float:
 
 
 def _command(row: dict[str, str]) -> str:
+    """What checks this claim. Of one that takes the paper's hardware: what makes its runs there, none where the project has no such run."""
     if row["kind"] == "needs eight GPUs":
-        return f"./reproduce.sh --profile h100 --only {row['notebook']}"
+        return f"./reproduce.sh --profile h100 --only {' '.join(json.loads(row['arguments']))}" if row["arguments"] else ""
     if row["check"].startswith("figures."):
         return f"./reproduce.sh --only {row['notebook']}"
     return f"python -m logra.paper.claims {row['id']}"

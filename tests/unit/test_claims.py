@@ -1,12 +1,17 @@
 """The ledger lists what the paper prints, measures what it says it measures, and its verdicts can go either way."""
 import inspect
 import json
+import re
 
+import matplotlib.pyplot as plt
+import nbformat
+import numpy as np
 import pandas as pd
 import pytest
 
-from logra.paper import checks_figures, checks_printed, claims, printed
+from logra.paper import checks_figures, checks_printed, claims, plan, printed, profiles
 from logra.paper.provenance import ROOT
+from logra.rl.learner import load_base
 
 # What our checks contradict without any run. A change here is a change of what the project says of the paper.
 CONTRADICTED = {
@@ -72,15 +77,15 @@ def _curve(dense, ours):
     return pd.DataFrame([{"method": m, "update": u, "pass_at_1_mean": v * u / 10, "pass_at_1_std": 0.01, "n": 3} for m, v in (("dense", dense), ("logra", ours)) for u in (0, 5, 10)])
 
 
-def _ranks(slope, gaussian):
+def _ranks(slope, gaussian, lowest=0.0):
     runs = [{"kind": kind, "rank": rank, "seed": seed, "pass_at_1": 0.3 + slope * i + 0.001 * ((seed + 2 * i) % 3) + (gaussian if kind == "gaussian" else 0.0005 * (seed - 1) * (kind == "fixed"))}
             for kind in ("fixed", "rademacher", "gaussian") for i, rank in enumerate((4, 16, 64)) for seed in range(3)]
-    return pd.DataFrame(runs)
+    return pd.DataFrame(runs + [run | {"rank": 1, "pass_at_1": run["pass_at_1"] - lowest} for run in runs if run["rank"] == 4])
 
 
-def _tails(values):
+def _tails(values, lengths=(9,) * 6):
     names = ("no control, norm 6e-05", "no control, norm 6e-03", "constant δ = 1.5e-05", "constant δ = 1.5e-04", "constant δ = 1.5e-03", "annealed 2e-04 → 2e-05")
-    return pd.DataFrame([{"setting": s, "seed": seed, "update": u, "pass_at_1": v + 0.001 * seed, "length": 9} for s, v in zip(names, values) for seed in (1, 2) for u in (0, 100, 200)])
+    return pd.DataFrame([{"setting": s, "seed": seed, "update": u, "pass_at_1": v + 0.001 * seed, "length": n + 0.1 * seed} for s, v, n in zip(names, values, lengths) for seed in (1, 2) for u in (0, 100, 200)])
 
 
 def _long(scores, lengths):
@@ -105,13 +110,14 @@ GOOD, BAD = (0.5, 0.3, 0.55, 0.6, 0.4, 0.7), (0.65, 0.3, 0.4, 0.5, 0.6, 0.45)
     ("fig4_long_run", "steps-toy", _long([0.3] * 9, [9] * 9), _long([0.3] * 8, [9] * 8)),
     ("fig4_long_run", "length-toy", _long([0.3] * 6, [9, 8, 7, 6, 5, 4]), _long([0.3] * 6, [4, 5, 6, 7, 8, 9])),
     ("fig4_long_run", "truncated-toy", _long([0.3] * 6, [9, 8, 7, 6, 5, 4]), _long([0.3] * 6, [4, 5, 6, 7, 8, 9])),
-    ("fig5_rank", "rank-toy", _ranks(0.05, 0), _ranks(0.0, 0)),
+    ("fig5_rank", "rank-toy", _ranks(0.05, 0), _ranks(0.0, 0, lowest=0.2)),          # a rank that the paper does not have decides nothing
     ("fig5_rank", "basis-toy", _ranks(0.05, 0), _ranks(0.05, -0.05)),
     ("fig5_reconstruction", "cosine-toy", _cells(0.001), _cells(0.1)),
     ("fig6_kl_control", "budget-large-toy", _tails(GOOD), _tails(BAD)),
     ("fig6_kl_control", "budget-paper-toy", _tails(GOOD), _tails(BAD)),
     ("fig6_kl_control", "budget-annealed-toy", _tails(GOOD), _tails(BAD)),
     ("fig6_kl_control", "control-none-toy", _tails(GOOD), _tails(BAD)),
+    ("fig6_kl_control", "length-control-toy", _tails(GOOD, (5, 9, 8, 7, 10, 6)), _tails(GOOD, (5, 9, 8, 7, 6, 10))),
     ("fig1_memory", "saving-7b-simulated", _memory(17.3), _memory(28.0)),
     ("fig1_memory", "memory-7b-logra-peak", _memory(22.0), _memory(28.0)),
     ("table2_runs", "lora-pass1-toy", pd.DataFrame({"method": ["lora", "logra"], "pass_at_1": [0.7, 0.6]}), pd.DataFrame({"method": ["lora", "logra"], "pass_at_1": [0.6, 0.7]})),
@@ -130,6 +136,43 @@ def test_what_a_figure_drew_decides_its_claims(tmp_path, monkeypatch, figure, cl
         claims.ledger([claim])
 
 
+def test_the_ledger_averages_the_raw_evaluations_that_figure_6s_table_does(tmp_path, monkeypatch):
+    """The notebook's own cells, on evaluations that jump: a moving mean would carry what lies before the tail into it."""
+    monkeypatch.setenv("LOGRA_FIGURES", str(tmp_path))
+    monkeypatch.setattr(checks_figures, "FOLDER", tmp_path)
+    monkeypatch.setattr(plt, "show", lambda: None)
+    names, updates = ["no control, norm 6e-05", "constant δ = 1.5e-04", "constant δ = 1.5e-03", "annealed 2e-04 → 2e-05"], list(range(0, 161, 5))
+    draw = np.random.default_rng(1)
+    made = pd.DataFrame([{"setting": s, "seed": seed, "update": u, "pass_at_1": draw.random() / 2 + 0.5 * (u >= 140), "pass_at_k": 1.0, "length": 5 + draw.random() + 9 * (u >= 140), "truncated": 0.0,
+                          "realised_kl": 1e-4, "predicted_kl": 1e-4} for s in names for seed in (1, 2) for u in updates])
+    cells = [cell.source for cell in nbformat.read(ROOT / "notebooks" / "figures" / "fig6_kl_control.ipynb", as_version=4).cells if cell.cell_type == "code"]
+    space = {"evaluations": made, "metrics": made, "settings": names, "seeds": [1, 2], "updates": 160, "window": 5, "about": "made", "kind": "toy scale"}
+    exec("import matplotlib.pyplot as plt\nimport pandas as pd\nfrom logra.paper import plots, printed", space)
+    for start in ("plots.use()", "tail ="):
+        exec(next(source for source in cells if source.startswith(start)), space)
+    plt.close("all")
+    for column, unit in (("pass_at_1", 100), ("length", 1)):
+        assert checks_figures._tails(column).mean(axis=1).to_dict() == pytest.approx((unit * space["table"][column, "mean"]).to_dict(), rel=1e-5)
+    saved = pd.read_csv(tmp_path / "fig6_kl_control.csv")
+    assert {"pass_at_1_moving_mean", "length_moving_mean"} <= set(saved) and abs(saved["pass_at_1"] - saved["pass_at_1_moving_mean"]).max() > 0.1
+
+
+def test_every_printed_command_is_one_that_can_be_met(ledger):
+    """Those of the node through the plan's own selection, which refuses dense 27B by name (test_plan); those of this machine through the profile's."""
+    runs = plan.load(ROOT / "profiles" / "h100")
+    for claim in ledger:
+        words = claim.command.split()
+        if words[:3] == ["./reproduce.sh", "--profile", "h100"]:
+            chosen = plan.chosen(runs, words[4:])
+            assert words[3] == "--only" and chosen and not any(run.name.startswith("main-27b-dense") for run in chosen), claim.id
+            wanted = re.search(r"(1\.5|7|27)b$", claim.id)
+            assert not wanted or {run.model for run in chosen} == {wanted[0].upper()}, f"{claim.id}: runs of its model"
+        elif words[:1] == ["./reproduce.sh"]:
+            assert [task.stem for task in profiles.tasks(ROOT, "laptop", words[2:])[1]] == [claim.notebook] and words[1] == "--only", claim.id
+        else:
+            assert words == ["python", "-m", "logra.paper.claims", claim.id] or not words and claim.verdict == "not checkable here", claim.id
+
+
 def test_pass_rates_that_no_three_seeds_can_have_are_found():
     assert checks_printed._attainable(67.87, 1.23, 0.05)
     assert not checks_printed._attainable(67.86, 1.23, 0.05), "between two multiples of 1/60"
@@ -139,6 +182,16 @@ def test_pass_rates_that_no_three_seeds_can_have_are_found():
 def test_the_readmes_summary_is_the_ledgers(ledger):
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert claims.put(readme, claims.markdown(ledger), "README.md") == readme, "python -m logra.paper.claims --markdown README.md brings it up to date"
+
+
+def test_the_readme_says_what_the_figures_data_say(ledger):
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    ends = checks_figures.read("fig2_learning").groupby("method").tail(5).groupby("method")["pass_at_1_mean"].mean()
+    assert f"dense AdamW ends {100 * (ends['dense'] - ends['logra']):.1f} points above LoGRA" in readme
+    (rank,) = [claim for claim in ledger if claim.id == "rank-toy"]
+    assert ("from rank 4 on a higher rank does not learn more" in readme) == (rank.verdict == "fails")
+    size = f"{load_base()[0].num_parameters() / 1e6:.2f} M"
+    assert {f"{found} M" for found in re.findall(r"([\d.]+) M[ -]param", readme + checks_figures.__doc__)} == {size.strip()}
 
 
 def test_the_summary_counts_every_claim_and_names_every_failure(ledger):
@@ -159,7 +212,7 @@ def test_the_command(ledger, tmp_path, capsys, monkeypatch):
     one, two = json.loads(capsys.readouterr().out)
     assert {"id", "section", "claim", "paper", "ours", "tolerance", "how", "verdict", "command"} <= one.keys()
     assert (one["id"], one["paper"], one["ours"], one["tolerance"], one["verdict"]) == ("saving-1.5b", 21.8, 21.7865, 0.05, "holds")
-    assert (two["ours"], two["verdict"], two["command"]) == (None, "not checkable here", "./reproduce.sh --profile h100 --only fig5_rank")
+    assert (two["ours"], two["verdict"], two["command"]) == (None, "not checkable here", "./reproduce.sh --profile h100 --only ablation")
     assert claims.main(["saving-1.5b"]) == 0
     assert "21.79 %" in capsys.readouterr().out
     file = tmp_path / "page.md"
