@@ -22,9 +22,15 @@ name=$(./reproduce.sh --profile "$profile" --plan --json | .venv/bin/python -c '
 import json, sys
 print([run["name"] for run in json.load(sys.stdin)["runs"] if run["fits"]][int(sys.argv[1])])' "${SLURM_ARRAY_TASK_ID:?give --array}") || exit 2
 
-# the limit by the clock as well: an update that is longer than the signal's notice must not be begun
+# the limit by the clock as well, less five minutes for the last checkpoint: an update that is longer than the signal's notice must not be begun
 left=$(squeue --noheader --job "$SLURM_JOB_ID" --format %L)
-[[ "$left" =~ ^[0-9:-]+$ ]] && limit=(--wall-clock "$left") || limit=()
+limit=()
+if [[ "$left" =~ ^[0-9:-]+$ ]]; then
+    seconds=$(.venv/bin/python -c '
+import runpy, sys
+print(max(0, int(runpy.run_path("logra/rl/stopping.py")["seconds"](sys.argv[1])) - 300))' "$left") || exit 2
+    limit=(--wall-clock "$seconds")
+fi
 
 ./reproduce.sh --profile "$profile" --only "$name" "${limit[@]}" &
 child=$!
