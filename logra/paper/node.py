@@ -4,10 +4,12 @@ Each run is `torchrun --nproc-per-node 4 -m logra.rl.train`: the first GPUs trai
 record is whole is left alone, one that was cut short goes on. What does not fit the cards is refused before a GPU is touched.
 
 Exit code 0: all are made; 75: stopped by --wall-clock, SIGTERM or SIGUSR1 with a checkpoint, the same command goes on; 1: one failed, the
-others were tried; 2: a request that cannot be met, nothing has run.
+others were tried; 65: all that failed met numbers that are not finite, three updates in a row, which going on would meet again; 2: a request
+that cannot be met, nothing has run.
 """
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -29,6 +31,8 @@ from logra.paper.profiles import ProfileError
 from logra.paper.provenance import ROOT
 from logra.rl import placement, stopping
 from logra.rl.records import locked, records_root, write_whole
+
+_INSTALL = ("make one with a CUDA build, python3.11 -m venv FOLDER; FOLDER/bin/pip install vllm==0.32.0 ray==2.60.0, and name FOLDER/bin/python in LOGRA_VLLM_PYTHON")
 
 
 def main(profile: str, only: list[str] | None, planned: bool, as_json: bool, wall_clock: float | None, console: Console) -> int:
@@ -65,20 +69,52 @@ def check(runs: list[Planned]) -> None:
                      "start it on such a node (launch/slurm.sh, launch/node.sh), or see what it would do with --plan")
     else:
         smallest = min(torch.cuda.get_device_properties(i).total_memory for i in range(wanted)) / GIB
-        wrong += [f"{run.name} needs {run.needs_gib:.1f} GiB on each training GPU, and the smallest here has {smallest:.1f}" for run in runs if run.needs_gib > smallest]
+        for run in runs:
+            wrong += [f"{run.name} needs {needs:.1f} GiB on each {kind} GPU, and the smallest here has {smallest:.1f}"
+                      for kind, needs in (("training", run.needs_gib), ("generating", 0.0 if elsewhere else run.engine_gib)) if needs > smallest]
     for model in dict.fromkeys(run.config.model for run in runs):
         if not (ROOT / model / "config.json").is_file():
             wrong.append(f"{model} is no folder with a model: hf download NAME --local-dir {model}")
-    try:
-        placement.vllm_python()
-    except FileNotFoundError as error:
-        wrong.append(str(error))
+    if any(run.config.rollout in ("vllm", "ray") for run in runs):
+        wrong += _engines(wanted)
+    wrong += _linear_attention([run for run in runs if _model_type(run) == "qwen3_5"])
     records_root().mkdir(parents=True, exist_ok=True)
     free, most = shutil.disk_usage(records_root()).free / GIB, max(run.disk_gib for run in runs)
     if free < most:
         wrong.append(f"{records_root()} has {free:,.0f} GiB free, and a run needs up to {most:,.0f}: name another folder in LOGRA_RECORDS")
     if wrong:
         raise ProfileError("\n".join(wrong))
+
+
+def _engines(wanted: int) -> list[str]:
+    """What is wrong with the interpreter that has vLLM: it has to see `wanted` GPUs (vLLM's CPU build sees none, and would generate on the CPU)."""
+    try:
+        asked = [placement.vllm_python(), "-c", "import vllm, ray, torch; print(torch.cuda.device_count())"]
+    except FileNotFoundError as error:
+        return [str(error)]
+    done = subprocess.run(asked, capture_output=True, text=True)
+    if done.returncode:
+        return [f"{asked[0]} cannot import vllm, ray and torch: {(done.stderr.splitlines() or ['it ended with ' + str(done.returncode)])[-1]}"]
+    if (seen := int(done.stdout.split()[-1])) < wanted:
+        return [f"vLLM's interpreter {asked[0]} sees {seen} GPUs, and the schedule wants {wanted}: {_INSTALL}"]
+    return []
+
+
+def _linear_attention(runs: list[Planned]) -> list[str]:
+    """Says on stderr what slows Qwen3.5 down; returns what it cannot do."""
+    if not runs:
+        return []
+    if importlib.util.find_spec("fla") is None:
+        print("reproduce: fla is wanted for qwen3_5 (pip install flash-linear-attention, into .venv): without it linear attention is trained by transformers' plain "
+              "code, which is more than ten times slower", file=sys.stderr)
+        return []
+    return [f"{run.name} predicts the KL by jvp, and fla's kernels have no forward AD: set probe to finite_difference for it, or uninstall fla"
+            for run in runs if run.config.method == "logra" and run.config.probe == "jvp"]
+
+
+def _model_type(run: Planned) -> str:
+    config = ROOT / run.config.model / "config.json"
+    return json.loads(config.read_text())["model_type"].removesuffix("_text") if config.is_file() else ""
 
 
 def command(run: Planned, config: Path, folder: Path, left: float | None) -> list[str]:
@@ -116,7 +152,7 @@ def make(runs: list[Planned], wall_clock: float | None, console: Console) -> int
                 config = ROOT / "build" / "plan" / f"{folder.name}.json"
                 config.parent.mkdir(parents=True, exist_ok=True)
                 write_whole(config, json.dumps(run.config.model_dump(mode="json"), indent=1) + "\n")
-                console.print(f"running    {run.name}: {run.hours:.0f} hours expected; log: {folder / 'run.log'}", highlight=False, soft_wrap=True)
+                console.print(f"running    {run.name}: {run.hours:.0f} hours at the paper's printed rate; log: {folder / 'run.log'}", highlight=False, soft_wrap=True)
                 with open(folder / "run.log", "a") as log:
                     process = subprocess.Popen(command(run, config, folder, left), stdout=log, stderr=log, cwd=ROOT, start_new_session=True)
                     try:
@@ -136,14 +172,14 @@ def make(runs: list[Planned], wall_clock: float | None, console: Console) -> int
                     console.print(f"stopped    {run.name}: {stopped['why']}; the same command goes on from there", highlight=False, soft_wrap=True)
                     return stopping.GO_ON
                 console.print(f"FAILED     {run.name}: {stopped['why']}", highlight=False, soft_wrap=True)
-                failed.append(run.name)
+                failed.append(stopped["code"])
     except KeyboardInterrupt:
         console.print("interrupted: the same command goes on from the last checkpoint", highlight=False)
         return 130
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    return 1 if failed else 0
+    return 0 if not failed else stopping.NOT_FINITE if set(failed) == {stopping.NOT_FINITE} else 1
 
 
 def _end(log: Path) -> str:

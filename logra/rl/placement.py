@@ -241,5 +241,6 @@ def vllm_python() -> str:
     """The interpreter that has vLLM: LOGRA_VLLM_PYTHON, else that of .venv-vllm. Raises FileNotFoundError where there is none."""
     python = os.environ.get("LOGRA_VLLM_PYTHON", str(ROOT / ".venv-vllm" / "bin" / "python"))
     if not Path(python).is_file():
-        raise FileNotFoundError(f"{python} does not exist: ./reproduce.sh setup-vllm makes it, or name an interpreter that has vLLM in LOGRA_VLLM_PYTHON")
+        raise FileNotFoundError(f"{python} does not exist: name an interpreter that has vLLM in LOGRA_VLLM_PYTHON; for GPUs, of a venv with vllm==0.32.0 and ray==2.60.0, "
+                                "for the CPU, what ./reproduce.sh setup-vllm makes")
     return python
