@@ -5,6 +5,7 @@
 One is written beside and renamed when it is whole and on the disk, so that a folder of that name is always complete. The newest two are kept.
 """
 
+import os
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -46,6 +47,7 @@ class Checkpoints:
         if self.ranks.number == 0:
             aside.mkdir(parents=True, exist_ok=True)
             torch.save(rest, aside / "rest.pt")
+            _to_disk(aside / "rest.pt")
         if self._group is None:
             with _alone():
                 dcp.save(tensors, checkpoint_id=aside, no_dist=True)
@@ -66,7 +68,9 @@ class Checkpoints:
 
     def _count(self, aside: Path, whole: Path) -> None:
         shutil.rmtree(whole, ignore_errors=True)            # of an earlier try that was gone back on
+        _to_disk(aside)
         aside.rename(whole)
+        _to_disk(self.folder)
         for old in sorted(self.folder.glob("update-*"))[:-KEPT]:
             shutil.rmtree(old, ignore_errors=True)
 
@@ -87,6 +91,15 @@ class Checkpoints:
         with _alone():
             dcp.load(tensors, checkpoint_id=path, process_group=self._group, no_dist=self._group is None)
         return _put_back(rest, tensors)
+
+
+def _to_disk(path: Path) -> None:
+    """Until a file's bytes, or a folder's names, are on the disk; dcp does so for its own files."""
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import signal
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -145,6 +146,16 @@ def test_a_checkpoint_is_whole_or_not_there_and_few_are_kept(tmp_path, monkeypat
     assert found["update"] == 4 and found["of"][0]["step"] == 3 and found["of"]["betas"] == (0.9, 0.95) and torch.equal(found["of"][0]["v"], before)
     into = torch.empty(2, 3)
     assert Checkpoints(tmp_path, Alone()).load({"of/0/v": into})["of"][0]["v"] is into and torch.equal(into, before)
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    seen, fsync, rename = [], os.fsync, Path.rename
+    monkeypatch.setattr(os, "fsync", lambda number: (seen.append(Path(os.readlink(f"/proc/self/fd/{number}")).name), fsync(number)))
+    monkeypatch.setattr(Path, "rename", lambda path, to: (seen.append("renamed") if to.name == "update-000001" else None, rename(path, to))[1])
+    Checkpoints(tmp_path, Alone()).save(1, {"update": 1, "v": torch.ones(3)})
+    before, after = seen[:seen.index("renamed")], seen[seen.index("renamed") + 1:]
+    assert {"rest.pt", ".update-000001.aside"} <= set(before) and any(name.endswith(".distcp") for name in before)
+    assert after == ["checkpoint"]
 
 
 def test_weights_that_are_to_be_kept_are_a_model_of_their_own(folder, tmp_path):
