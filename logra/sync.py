@@ -202,13 +202,13 @@ class Receiver:
             self._check_rest(full)
         if self.mode == "exact" and any(W.dtype != torch.float32 for W in full.weights.values()):
             raise SyncError("mode", "an exact receiver needs float32 full weights: bfloat16 lacks the bits that later updates add to")
-        wrong = [name for name, W in full.weights.items() if not torch.isfinite(W).all() or bits.fingerprint(W) != full.after[name]]
+        wrong = [name for name, W in full.weights.items() if not self._as_announced(W.to(self.slots[name][0].tensor.device), full.after[name])]
         if wrong:
             raise SyncError("hash", f"{len(wrong)} of {len(shapes)} full weights have another fingerprint than announced, {wrong[0]} for one")
         self.interrupted = full.number
         for name, W_dk in full.weights.items():
             for slot in self.slots[name]:
-                slot.write(W_dk[slot.part.rows, slot.part.columns].to(slot.tensor.device, torch.float32), self.lost_on)
+                slot.write(W_dk[slot.part.rows, slot.part.columns].to(slot.tensor.device).float(), self.lost_on)
         self._done(full, b"")
         return True
 
@@ -245,6 +245,10 @@ class Receiver:
                 raise SyncError("malformed", f"no such projection: {error}") from None
 
     # ---- arithmetic
+
+    @staticmethod
+    def _as_announced(W_dk: torch.Tensor, fingerprint: int) -> bool:
+        return bool(torch.isfinite(W_dk).all()) and bits.fingerprint(W_dk) == fingerprint
 
     def _moved(self, update: LowRankUpdate, name: str) -> LowRankUpdate:
         """The part of an update that is about one matrix, on that matrix's device."""
@@ -312,7 +316,7 @@ def full_weights(trainer: nn.Module | Sketches, dtype: torch.dtype = torch.float
 
 
 def _full(sketches: Sketches, dtype: torch.dtype) -> FullWeights:
-    weights = {name: sketch.weight for name, sketch in sketches.items()}
+    weights = ((name, sketch.weight) for name, sketch in sketches.items())      # over ranks each is gathered when it is asked for
     return FullWeights.of(weights, sketches.update - 1, sketches.run, sketches.base, sketches.session, dtype)
 
 

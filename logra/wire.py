@@ -17,7 +17,7 @@ import hashlib
 import json
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import BinaryIO
 
@@ -73,11 +73,16 @@ class FullWeights:
     session: int
 
     @classmethod
-    def of(cls, weights: Mapping[str, torch.Tensor], number: int, run: str, base: str, session: int = 0,
+    def of(cls, weights: Iterable[tuple[str, torch.Tensor]], number: int, run: str, base: str, session: int = 0,
            dtype: torch.dtype = torch.float32) -> "FullWeights":
-        """The trainer's float32 weights by name, as they are or rounded to bfloat16 (which no `exact` receiver takes)."""
-        held = {name: weight.detach().to(dtype) for name, weight in weights.items()}
-        return cls(number, held, {name: fingerprint(weight) for name, weight in held.items()}, run, base, session)
+        """The trainer's float32 weights with their names, as they are or rounded to bfloat16 (which no `exact` receiver takes): one after the other
+        rounded and fingerprinted on its own device, and kept on the CPU."""
+        held, after = {}, {}
+        for name, weight in weights:
+            W_dk = weight.detach().to(dtype)
+            held[name], after[name] = W_dk.cpu(), fingerprint(W_dk)
+            del weight, W_dk                                # before the next is gathered
+        return cls(number, held, after, run, base, session)
 
     def to_bytes(self) -> bytes:
         return encode(self)

@@ -271,14 +271,14 @@ class _Rollout:
 
 
 class _Gathered(Sketches):
-    """The trainer's sketches as rank 0's publisher sees them: a weight is gathered whole, on the CPU, when it is asked for."""
+    """The trainer's sketches as rank 0's publisher sees them: a weight is gathered whole when it is asked for."""
 
     def __init__(self, sketches: Sketches, ranks: Ranks):
         self.__dict__ = sketches.__dict__                   # the same run, session and update, now and later
         self._ranks = ranks
 
     def __getitem__(self, name: str):
-        return SimpleNamespace(weight=self._ranks.call("weight", name).cpu())
+        return SimpleNamespace(weight=self._ranks.call("weight", name))
 
 
 def launched() -> bool:

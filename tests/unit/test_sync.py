@@ -5,6 +5,7 @@ import dataclasses
 import io
 import socket
 import threading
+import weakref
 
 import pytest
 import torch
@@ -102,6 +103,20 @@ def test_an_update_that_no_weights_have_seen_has_no_message():
     update = LowRankUpdate.round(trainer.sketches, trainer.optimizer.propose())
     with pytest.raises(ValueError, match="apply it to the trainer's weights first"):
         update.to_bytes()
+
+
+def test_full_weights_are_made_one_matrix_at_a_time():
+    def gathered():
+        before = lambda: None  # noqa: E731
+        for i in range(3):
+            assert before() is None                         # the one before is let go, when the next is gathered
+            W_dk = torch.full((4, 5), float(i))
+            before = weakref.ref(W_dk)
+            yield f"{i}", W_dk
+            del W_dk
+
+    full = wire.FullWeights.of(gathered(), 0, "run", "base", dtype=torch.bfloat16)
+    assert full.after == {name: bits.fingerprint(W_dk) for name, W_dk in full.weights.items()} and len(full.after) == 3
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
