@@ -113,8 +113,9 @@ class Sketch:
 
     @property
     def S_dr(self) -> torch.Tensor:
-        if self._S_dr is None or self._S_dr.device != self.weight.device:
-            shards = self.owner.shards
+        shards = self.owner.shards
+        # row shards stay where they were made: an offloaded weight is on the GPU while a forward has it gathered, and S is not to follow it there
+        if self._S_dr is None or shards is None and self._S_dr.device != self.weight.device:
             rows = slice(0, self.d) if shards is None else shards.rows(self.d)
             old, self._S_dr = self._S_dr, torch.zeros(rows.stop - rows.start, self.rank, device=self.weight.device)
             if old is not None:
@@ -141,7 +142,7 @@ class Sketch:
         for start in range(0, self.d, band):
             into[start:start + band].addmm_(dY_td[:, start:start + band].float().T, P_tr.float(), alpha=projections.unit(self.rank))
         if shards is not None:
-            self.S_dr.add_(shards.reduce(into))
+            self.S_dr.add_(shards.reduce(into).to(self.S_dr.device))
 
     @property
     def anchor(self) -> torch.Tensor:

@@ -178,7 +178,7 @@ class RowAdam(SketchOptimizer):
             beta2, steps = group["beta2"], state.get("step", 0) + 1
             # float64, since the squares of a small model's sketches come near float32's least number
             square_d = sketch.S_dr.double().square().mean(1)
-            v_d = (1 - beta2) * square_d + (beta2 * state["v_d"] if state else 0.0)
+            v_d = (1 - beta2) * square_d + (beta2 * state["v_d"].to(square_d.device) if state else 0.0)
             roots[name] = (v_d / (1 - beta2 ** steps)).sqrt()
             states[name] = {"step": steps, "v_d": v_d}
         means = _totals(sketches, {name: float(root_d.sum()) / sketches[name].d for name, root_d in roots.items()})

@@ -3,6 +3,7 @@
 import copy
 import weakref
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import models
 import pytest
@@ -314,3 +315,13 @@ def test_a_perturbed_forward_is_that_of_the_dense_weights_in_bands_of_tokens_too
             torch.testing.assert_close(rate, 3 * x @ layer.proj.weight.T + x @ D_dk.T)
             with sketches.perturbed({"proj": (F_dr, key)}, -0.5):
                 torch.testing.assert_close(layer.proj(x), nn.functional.linear(x, layer.proj.weight - 0.5 * D_dk, layer.proj.bias))
+
+
+def test_row_shards_of_a_sketch_do_not_follow_a_weight_that_is_gathered_on_another_device(monkeypatch):
+    layer = Layer(48, 80, False)
+    sketches = logra.attach(layer, 8, modules=["proj"])
+    sketches.shards = SimpleNamespace(rows=lambda d: slice(0, d // 2))
+    S_dr = sketches["proj"].S_dr
+    # what FSDP does to an offloaded weight within a forward: it lies on the GPU then
+    monkeypatch.setattr(logra.linear.Sketch, "weight", SimpleNamespace(device=torch.device("cuda", 0)))
+    assert sketches["proj"].S_dr is S_dr and S_dr.shape == (24, 8)
