@@ -26,6 +26,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from logra import bits, sync
 
 BACKEND, EXTENSION = "logra", "logra.vllm_engine.Extension"
+_CONVOLUTION = "linear_attn.conv1d"                         # which vLLM keeps in a linear layer, with a weight of three dimensions
 
 
 @dataclass
@@ -107,10 +108,14 @@ def apply(llm, message: bytes) -> sync.Acknowledgement:
 def slots(model: torch.nn.Module) -> dict[str, list[sync.Slot]]:
     """What this worker holds of each matrix, by the name that it has in the Hugging Face model."""
     packed, found = getattr(model, "packed_modules_mapping", {}), {}
-    for name, layer in model.named_modules():
+    for name, layer in _text(model.named_modules()):
         if not isinstance(layer, LinearBase):
             continue
         weight = layer.weight.data
+        if name.endswith(_CONVOLUTION):
+            if getattr(layer, "tp_size", 1) > 1:
+                raise RuntimeError(f"{name} belongs to linear attention (GDN), whose parts on {layer.tp_size} tensor-parallel ranks are not known here: set engine_ranks to 1")
+            continue                                        # a parameter of `rest`
         if weight.dim() != 2 or not weight.numel():
             raise RuntimeError(f"{name} has no weight to update ({tuple(weight.shape)}): it is quantised or was repacked, which is not supported")
         parent, _, last = name.rpartition(".")
@@ -128,9 +133,9 @@ def rest(model: torch.nn.Module) -> dict[str, list[sync.Slot]]:
     (norms) is taken for whole on every rank.
     """
     first, packed, found = get_tp_group().rank_in_group == 0, getattr(model, "packed_modules_mapping", {}), {}
-    parameters = dict(model.named_parameters())             # a tied one once, by its first name
-    for name, layer in model.named_modules():
-        if isinstance(layer, LinearBase):
+    parameters = dict(_text(model.named_parameters()))      # a tied one once, by its first name
+    for name, layer in _text(model.named_modules()):
+        if isinstance(layer, LinearBase) and not name.endswith(_CONVOLUTION):
             parameters.pop(f"{name}.weight", None)
         if isinstance(layer, LinearBase) and parameters.get(f"{name}.bias") is not None:
             bias, (parent, _, last) = bits.as_matrix(parameters.pop(f"{name}.bias")), name.rpartition(".")
@@ -158,11 +163,19 @@ def _parts(layer, names) -> tuple[list[bits.Part], list[tuple[int, int]]]:
     if isinstance(layer, RowParallelLinear):
         return bits.row_parallel(names[0], layer.output_size, k, rank, ranks), [(layer.output_size, k)]
     if isinstance(layer, MergedColumnParallelLinear):
-        return bits.column_parallel(names, layer.output_sizes, k, rank, ranks), [(d, k) for d in layer.output_sizes]
+        sizes, more = list(layer.output_sizes), len(layer.output_sizes) - len(names)
+        if more and ranks == 1:                             # q, k and v of linear attention, of which Hugging Face has one matrix
+            sizes = [sum(sizes[:more + 1]), *sizes[more + 1:]]
+        return bits.column_parallel(names, sizes, k, rank, ranks), [(d, k) for d in sizes]
     if isinstance(layer, ColumnParallelLinear):
         return bits.column_parallel(names, [layer.output_size], k, rank, ranks), [(layer.output_size, k)]
     (part,) = bits.column_parallel(names, [layer.output_size], k, 0, 1)      # the same on every rank
     return [part._replace(counts=get_tp_group().rank_in_group == 0)], [(layer.output_size, k)]
+
+
+def _text(named):
+    """(name, what), as the text model has them: of a model that sees as well, what sees left out."""
+    return ((name.removeprefix("language_model."), what) for name, what in named if name.partition(".")[0] != "visual")
 
 
 def _add_up(total: torch.Tensor) -> torch.Tensor:

@@ -56,6 +56,14 @@ def named_seed(*parts) -> int:
     return int.from_bytes(hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest(), "little") >> 1
 
 
+def deterministic() -> None:
+    """The same bits each time, on the CPU. On a GPU that is not promised: what has no deterministic kernel there (the cumulative sum in linear
+    attention) warns and goes on, and new memory is not filled."""
+    gpu = torch.cuda.is_available()
+    torch.use_deterministic_algorithms(True, warn_only=gpu)
+    torch.utils.deterministic.fill_uninitialized_memory = not gpu
+
+
 @torch.no_grad()
 def generate(model, tokenizer, prompts: Sequence[str], seed: int, max_new_tokens: int, temperature: float = 1.0,
              top_p: float = 1.0, recorded: bool = True, length: int | None = None) -> Rollout:
@@ -76,7 +84,7 @@ def generate(model, tokenizer, prompts: Sequence[str], seed: int, max_new_tokens
         if int(room.min()) < 1:
             raise ValueError(f"a prompt has {length - int(room.min())} tokens, and it may have no more than {length - 1} if a response is to follow: raise the context, or drop the prompt")
         max_new_tokens = int(room.max())
-    stops = _stops(model, tokenizer)
+    stops = stop_tokens(tokenizer, model.generation_config)
     recorder, processors = _Recorder(), LogitsProcessorList()
     if temperature != 1:
         processors.append(TemperatureLogitsWarper(temperature))
@@ -122,8 +130,10 @@ def encode(tokenizer, prompts):
     return tokenizer(list(prompts), return_tensors="pt", padding=True, padding_side="left", add_special_tokens=not chat, return_token_type_ids=False)
 
 
-def _stops(model, tokenizer) -> list[int]:
-    """The tokens that end a response: the tokenizer's, and those of the model's own generation config."""
-    own = model.generation_config.eos_token_id
+def stop_tokens(tokenizer, generation_config) -> list[int]:
+    """The tokens that end a response: the tokenizer's, those of the model's generation config, and <|im_end|> where the chat template ends a turn with
+    it: a base model (Qwen2.5-Math) has another eos."""
+    own, turn = generation_config.eos_token_id, "<|im_end|>"
     own = [] if own is None else own if isinstance(own, list) else [own]
-    return sorted({tokenizer.eos_token_id, *own})
+    ends = [tokenizer.convert_tokens_to_ids(turn)] if turn in str(tokenizer.chat_template) and turn in tokenizer.get_vocab() else []
+    return sorted({tokenizer.eos_token_id, *own, *ends})

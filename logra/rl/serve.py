@@ -12,11 +12,12 @@ import torch
 
 from logra import sync, wire
 from logra.rl.placement import Copy, answer
+from logra.rl.rollout import deterministic
 
 
 def start(engine: str, threads: int, **settings):
     torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(True)
+    deterministic()
     if engine == "ray":
         from logra.rl.engines import Engines
 

@@ -38,7 +38,7 @@ from logra.rl.methods import Dense, LoGRA, LoRA
 from logra.rl.placement import base_model
 from logra.rl.ranks import Alone, Ranks, launched, whole_tensor
 from logra.rl.records import records_root, write_whole
-from logra.rl.rollout import named_seed
+from logra.rl.rollout import deterministic, named_seed
 from logra.rl.stopping import Limit, Stopped
 from logra.rl.tasks import task as make_task
 from logra.shards import own_rows
@@ -180,7 +180,7 @@ def run(config: RunConfig, folder: Path, resume: bool = True, limit: Limit | Non
     if ranks.led(lambda: _begun(config, folder, resume)):
         return folder
     torch.set_num_threads(config.threads)
-    torch.use_deterministic_algorithms(True)
+    deterministic()
     trainer, checkpoints, log, limit = Trainer(config, ranks), Checkpoints(folder, ranks), folder / "log.jsonl", limit or Limit()
     rows = _restore(trainer, checkpoints, log)
     if ranks.number == 0:

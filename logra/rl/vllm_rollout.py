@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from logra import sync, vllm_engine
 from logra.rl.learner import BASE
 from logra.rl.placement import model_folder
-from logra.rl.rollout import Rollout, encode, named_seed
+from logra.rl.rollout import Rollout, encode, named_seed, stop_tokens
 
 _BLOCK = 32                                                 # tokens that share a place in the prefix cache
 
@@ -37,11 +37,10 @@ class VLLM:
 
         folder = model_folder(model)
         config = transformers.AutoConfig.from_pretrained(folder)
-        self.length = length = min(length, config.max_position_embeddings)
+        self.length = length = min(length, config.get_text_config().max_position_embeddings)
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-        own = transformers.GenerationConfig.from_pretrained(folder).eos_token_id
-        self.stops = sorted({self.tokenizer.eos_token_id, *([] if own is None else own if isinstance(own, list) else [own])})
-        self.llm = LLM(str(folder), dtype=dtype, skip_tokenizer_init=True, generation_config="vllm", enforce_eager=True, seed=0, max_model_len=length,
+        self.stops = stop_tokens(self.tokenizer, transformers.GenerationConfig.from_pretrained(folder))
+        self.llm = LLM(str(folder), dtype=dtype, skip_tokenizer_init=True, generation_config="vllm", enforce_eager=not torch.cuda.is_available(), seed=0, max_model_len=length,
                        max_num_seqs=128, kv_cache_memory_bytes=int(cache_gib * (1 << 30)), block_size=_BLOCK, logprobs_mode="processed_logprobs", tensor_parallel_size=ranks,
                        distributed_executor_backend="mp" if ranks > 1 else None,     # within Ray as well, where vLLM would choose Ray
                        worker_extension_cls=vllm_engine.EXTENSION, weight_transfer_config=WeightTransferConfig(backend=vllm_engine.BACKEND))
