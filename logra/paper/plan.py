@@ -84,8 +84,19 @@ class Planned:
         return max(sum(sizes.values()) + sizes[Category.GATHERED.value] for sizes in self.ledger["phases"].values())
 
     @property
+    def engine_gib(self) -> float:
+        """What a generating GPU has to hold: its share of the weights (twice where the 16 bits that bfloat16 lost lie beside them), keys and values, and
+        4 GiB for activations and CUDA graphs. 0 where no engine has a GPU of its own."""
+        config = self.config
+        if config.rollout != "ray":
+            return 0.0
+        bfloat16 = self.ledger["phases"]["train"][Category.WEIGHTS.value] * self.machine.training_gpus / 2
+        twice = config.sync == "exact" or config.rollout_dtype == "float32"
+        return bfloat16 / config.engine_ranks * (1 + twice) + config.engine_cache_gib + 4.0
+
+    @property
     def fits(self) -> bool:
-        return self.needs_gib <= self.machine.card_gib
+        return max(self.needs_gib, self.engine_gib) <= self.machine.card_gib
 
     @cached_property
     def paper(self) -> dict:
@@ -135,12 +146,15 @@ class Planned:
         rate, source = self.rate
         return {"name": self.name, "for": self.title, "record": self.config.record, "updates": self.config.updates,
                 "updates_per_hour": rate, "rate_from": source, "hours": self.hours, "gpu_hours": self.gpu_hours, "disk_gib": self.disk_gib,
-                "needs_gib": self.needs_gib, "card_gib": self.machine.card_gib, "fits": self.fits, **self.paper, "config": self.config.model_dump(mode="json", exclude_defaults=True)}
+                "needs_gib": self.needs_gib, "engine_gib": self.engine_gib, "card_gib": self.machine.card_gib, "fits": self.fits, **self.paper, "config": self.config.model_dump(mode="json", exclude_defaults=True)}
 
     def refusal(self) -> str:
         """Why it cannot be run on these cards; empty where it can."""
         if self.fits:
             return ""
+        if self.needs_gib <= self.machine.card_gib:
+            return (f"{self.name} needs {self.engine_gib:.1f} GiB on each generating GPU, {self.config.engine_cache_gib:g} of them for keys and values, and a card of "
+                    f"{self.machine.card_gb:g} GB has {self.machine.card_gib:.1f}: lower engine_cache_gib, or raise engine_ranks")
         phase = max(self.ledger["phases"], key=lambda name: sum(self.ledger["phases"][name].values()))
         return (f"{self.name} needs {self.needs_gib:.1f} GiB on each training GPU (simulated; the peak lies in {phase}), and a card of {self.machine.card_gb:g} GB has "
                 f"{self.machine.card_gib:.1f}" + (": the paper's own run was out of memory" if self.config.method == "dense" and self.model == "27B" else ""))
@@ -214,9 +228,9 @@ def show(runs: list[Planned], console) -> None:
     def pair(average: float, peak: float) -> str:
         return f"{average:.1f} / {peak:.1f}" if average == average else ""
 
-    table = Table(title="Memory: GiB on a training GPU, average / peak as printed and simulated for the paper's stack; what this code needs at most, simulated", title_justify="left", box=SIMPLE)
+    table = Table(title="Memory: GiB on a training GPU, average / peak as printed and simulated for the paper's stack; what this code needs at most, simulated, and what an engine's GPU holds", title_justify="left", box=SIMPLE)
     table.add_column("run", no_wrap=True)
-    for column in ("updates", "an hour", "hours", "GPU-hours", "disk, GiB", "printed", "paper's stack", "needs"):
+    for column in ("updates", "an hour", "hours", "GPU-hours", "disk, GiB", "printed", "paper's stack", "needs", "engine"):
         table.add_column(column, justify="right", no_wrap=True)
     for title, group in itertools.groupby(runs, key=lambda run: run.title):
         table.add_section()
@@ -227,10 +241,10 @@ def show(runs: list[Planned], console) -> None:
                 cost = (f"{run.rate[0]:.2f}", f"{run.hours:.1f}", f"{run.gpu_hours:,.0f}", f"{run.disk_gib:,.0f}")
             stack = paper and (pair(paper["paper_average_gib"], paper["paper_peak_gib"]) or f"{paper['paper_needs_gib']:.1f}")
             table.add_row(f"  {run.name}", f"{run.config.updates:,}", *cost, paper and (pair(paper["printed_average_gib"], paper["printed_peak_gib"]) or "OOM") or "", stack or "",
-                          f"{run.needs_gib:.1f}", style="" if run.fits else "red")
+                          f"{run.needs_gib:.1f}", f"{run.engine_gib:.1f}", style="" if run.fits else "red")
     console.print(table)
     kept = [run for run in runs if run.fits]
-    console.print(f"{len(kept)} runs, {sum(run.gpu_hours for run in kept):,.0f} GPU-hours, {sum(run.hours for run in kept) / 24:.1f} days on one node; "
+    console.print(f"{len(kept)} runs, {sum(run.gpu_hours for run in kept):,.0f} GPU-hours, {sum(run.hours for run in kept) / 24:.1f} days on one node, at the paper's printed rates (none is measured here); "
                   f"{max((run.disk_gib for run in kept), default=0):,.0f} GiB of disk for the largest, checkpoints are deleted at a run's end.", highlight=False, soft_wrap=True)
     for source in dict.fromkeys(run.rate[1] for run in kept):
         of = dict.fromkeys(run.title for run in kept if run.rate[1] == source)

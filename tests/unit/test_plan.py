@@ -70,6 +70,18 @@ def test_dense_27b_and_nothing_else_is_refused(runs):
     assert not small.fits and "a card of 16 GB has 14.9" in small.refusal()
 
 
+def test_an_engine_that_does_not_fit_its_card_is_refused_before_a_gpu_is_touched(runs):
+    run, large = runs["main-1.5b-logra-seed1"], runs["main-27b-logra-seed1"]
+    weights = 1.54e9 * 2 / 2 ** 30
+    assert run.engine_gib == pytest.approx(weights + 40 + 4, rel=0.02)
+    changed = lambda run, **changes: replace(run, config=run.config.model_copy(update=changes))  # noqa: E731
+    assert changed(run, sync="exact").engine_gib == changed(run, rollout_dtype="float32").engine_gib == pytest.approx(2 * weights + 44, rel=0.02)
+    assert changed(run, rollout="vllm").engine_gib == 0
+    assert large.fits and changed(large, sync="exact", engine_ranks=2, engines=2).fits and not changed(large, sync="exact").fits
+    refused = changed(large, engine_cache_gib=40.0)
+    assert not refused.fits and refused.hours == 0 and "GiB on each generating GPU, 40 of them for keys and values, and a card of 80 GB has 74.5" in refused.refusal()
+
+
 def test_hours_come_from_printed_rates_and_say_so(runs):
     assert runs["main-7b-dense-seed1"].rate == (25.28, "Table 1") and runs["main-7b-dense-seed1"].gpu_hours == pytest.approx(300 / 25.28 * 8)
     rate, source = runs["lora-1.5b-seed1"].rate
