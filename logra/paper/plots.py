@@ -66,7 +66,7 @@ def save(fig: Figure, name: str, data: pd.DataFrame, kind: str, note: str = "") 
     if not len(data):
         raise ValueError(f"figure {name}: data has no row; give what is drawn, one row a point")
     folder = provenance.figures_folder()
-    page = _stamp(fig, f"{kind} · {note}" if note else kind)
+    page = _stamp(fig, provenance.stamp(kind, note))
     paths = {suffix: folder / f"{name}.{suffix}" for suffix in ("pdf", "svg", "png", "csv")}
     for suffix, metadata in _NO_DATES.items():
         fig.savefig(paths[suffix], metadata=metadata, bbox_inches=page)

@@ -25,9 +25,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from logra.rl.records import RECORDED, ROOT, MissingRecord, locked, log_input, records_root, refuse_if_only_drawing, sha256
+from logra.rl.records import RECORDED, ROOT, MissingRecord, locked, log_input, records_root, refuse_if_only_drawing, sha256, used
 
-__all__ = ["CLASSES", "ROOT", "MissingRecord", "cached", "canonical", "device", "figures_folder", "finish", "log_input", "log_output", "records_root", "sha256", "versions"]
+__all__ = ["CLASSES", "ROOT", "MissingRecord", "cached", "canonical", "device", "figures_folder", "finish", "log_input", "log_output", "measured", "records_root", "sha256", "stamp", "versions"]
 
 # What a figure or table may be (design decision 7): every output states one of these.
 CLASSES = ("recomputed here", "simulated", "toy scale", "recorded run", "printed in the paper")
@@ -56,6 +56,12 @@ def log_output(path: Path | str, kind: str) -> Path:
         with open(os.environ["LOGRA_OUTPUTS"], "a", encoding="utf-8") as stream:
             stream.write(json.dumps({"path": Path(path).name, "class": kind}) + "\n")
     return Path(path)
+
+
+def stamp(kind: str, note: str = "") -> str:
+    """The small print of a figure or table: its class, how many of the records that the notebook has read were shipped and not made here, and the note."""
+    shipped = sum(folder.is_relative_to(RECORDED) for folder in used) if kind in ("recomputed here", "toy scale") else 0
+    return " · ".join([kind, *[f"{shipped} of {len(used)} records from data/recorded"] * bool(shipped), *[note] * bool(note)])
 
 
 def cached(name: str, config: dict[str, Any], make: Callable[[Path], None]) -> Path:
@@ -87,6 +93,12 @@ def cached(name: str, config: dict[str, Any], make: Callable[[Path], None]) -> P
                     raise
     log_input(folder)
     return folder
+
+
+def measured(name: str, config: dict[str, Any], measure: Callable[[], Any]) -> Any:
+    """`cached` for a result that is plain JSON: numbers, strings, lists and dicts by string. Floats come back to the bit."""
+    folder = cached(name, config, lambda folder: (folder / "measured.json").write_text(json.dumps(measure())))
+    return json.loads((folder / "measured.json").read_text())
 
 
 def finish(name: str) -> None:

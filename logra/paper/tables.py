@@ -60,7 +60,7 @@ def save(data: pd.DataFrame, name: str, kind: str, caption: str, note: str = "",
         raise ValueError(f"table {name}: marked has columns {list(marked.columns)} and {len(marked)} rows, wanted data's {list(data.columns)} and {len(data)}")
     data = data.reset_index(drop=True)
     marks = pd.DataFrame(False, data.index, data.columns) if marked is None else marked.reset_index(drop=True)
-    stamp = f"{kind} · {note}" if note else kind
+    stamp = provenance.stamp(kind, note)
     folder = provenance.figures_folder()
     paths = {suffix: folder / f"{name}.{suffix}" for suffix in ("csv", "html", "tex")}
     data.to_csv(paths["csv"], index=False, float_format="%.6g", lineterminator="\n")

@@ -85,9 +85,14 @@ def sha256(path: Path | str) -> str:
     return digest.hexdigest()
 
 
+used: set[Path] = set()                                     # folders of records that this process has read
+
+
 def log_input(path: Path | str) -> Path:
     """Says that this notebook reads `path` (a record's folder, or a data file): it is named, with its hash, in the manifest. Returns the path."""
     path = Path(path).resolve()
+    if path.is_dir():
+        used.add(path)
     if os.environ.get("LOGRA_INPUTS"):
         line = json.dumps({"path": str(path), "sha256": sha256(path)}) + "\n"
         with open(os.environ["LOGRA_INPUTS"], "a", encoding="utf-8") as stream:
