@@ -40,7 +40,8 @@ class VLLM:
         self.length = length = min(length, config.get_text_config().max_position_embeddings)
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         self.stops = stop_tokens(self.tokenizer, transformers.GenerationConfig.from_pretrained(folder))
-        self.llm = LLM(str(folder), dtype=dtype, skip_tokenizer_init=True, generation_config="vllm", enforce_eager=not torch.cuda.is_available(), seed=0, max_model_len=length,
+        blind = {"language_model_only": True} if hasattr(config, "vision_config") else {}     # a folder with a vision tower: it is not loaded
+        self.llm = LLM(str(folder), **blind, dtype=dtype, skip_tokenizer_init=True, generation_config="vllm", enforce_eager=not torch.cuda.is_available(), seed=0, max_model_len=length,
                        max_num_seqs=128, kv_cache_memory_bytes=int(cache_gib * (1 << 30)), block_size=_BLOCK, logprobs_mode="processed_logprobs", tensor_parallel_size=ranks,
                        distributed_executor_backend="mp" if ranks > 1 else None,     # within Ray as well, where vLLM would choose Ray
                        worker_extension_cls=vllm_engine.EXTENSION, weight_transfer_config=WeightTransferConfig(backend=vllm_engine.BACKEND))
