@@ -1,15 +1,16 @@
 """How long LoGRA's parts take beside dense training, LoRA (peft), GaLore (galore-torch) and Flora (flora-opt): ratios, and the FLOPs beside each.
 
-    OMP_NUM_THREADS=1 python benchmarks/speed.py --out speed.json                      # the 1.5B layer, everything (about 40 minutes of a core)
-    OMP_NUM_THREADS=1 python benchmarks/speed.py --models smollm2-135m 7b --parts layer --dtypes float32
+    OMP_NUM_THREADS=1 python benchmarks/speed.py --out speed.json                                                        # the 1.5B layer
+    OMP_NUM_THREADS=1 python benchmarks/speed.py --out speed.json --models smollm2-135m 7b --parts layer --dtypes float32    # adds to it
 
 Two packages are needed for GaLore's and Flora's rows alone: pip install --no-deps -r requirements/benchmarks.lock. Without them the rows are left
-out, and the result says so. Everything is measured in one process, interleaved; a ratio compares medians (and, beside it, least times).
+out, and the result says so. What a row is compared with was measured in the same process, interleaved; a ratio compares medians (and, beside it,
+least times). An OUT that exists is added to; a part that it has for the same model and dtype is replaced.
 
 part          what
 projections   forward and backward of the seven projections of a decoder layer
 layer         of the decoder layer; checkpointed: under activation checkpointing
-model         of the whole model with its loss (smollm2-135m: the pretrained weights)
+model         of the whole model with its loss (smollm2-135m: the pretrained weights), in float32 or under autocast
 terms         the projections' products one by one
 optimizer     one step of each optimizer on the layer's projections
 hash          all of the layer's A, by kind
@@ -19,6 +20,10 @@ whole         the same of the whole model, and whole updates run at those propor
 
 import argparse
 import importlib.util
+import json
+import os
+import shlex
+import sys
 import time
 from pathlib import Path
 
@@ -50,8 +55,13 @@ def main(arguments=None) -> dict:
     missing = [name for name in ("flora_opt", "galore_torch") if importlib.util.find_spec(name) is None]
     if missing:
         args.methods = [method for method in args.methods if method != "flora"]
-    result = {"environment": timing.environment(args.device), "arguments": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()},
-              "left out": missing, "rows": [], "shares": [], "targets": []}
+    environment = timing.environment(args.device)
+    result = {"environment": environment, "commands": [], "left out": missing, "rows": [], "shares": [], "targets": []}
+    if args.out is not None and args.out.exists():
+        result = json.loads(args.out.read_text())
+        if result["environment"] != environment:
+            raise SystemExit(f"speed: {args.out} was measured under {result['environment']}, this is {environment}; give another --out")
+    result["commands"].append(shlex.join(["OMP_NUM_THREADS=" + os.environ.get("OMP_NUM_THREADS", ""), "python", "benchmarks/speed.py", *(sys.argv[1:] if arguments is None else map(str, arguments))]))
     for model in args.models:
         for part in args.parts:
             for dtype in [d for d in args.dtypes if part not in ("optimizer", "hash") or d == args.dtypes[0]]:
@@ -94,6 +104,8 @@ def measure(result: dict, args, model: str, part: str, dtype: str, others: bool)
     timing.against(rows, rows[first])
     labels = {"part": part, "model": model, "dtype": "float32" if part in ("optimizer", "hash") else dtype, "tokens": args.tokens}
     rows = [labels | row for row in rows]
+    for kind in ("rows", "shares"):                         # of an earlier call with this OUT
+        result[kind] = [row for row in result[kind] if (row["part"].removesuffix(" update"), row["model"], row["dtype"], row["tokens"]) != (part, model, rows[0]["dtype"], args.tokens)]
     if part in ("projections", "layer", "checkpointed", "model"):
         for row in rows:
             row["floor"] = cases.floor(config, row["rank"]) if row["method"] == "logra" and part != "checkpointed" else None
@@ -135,7 +147,7 @@ def targets(result: dict) -> list[dict]:
         name = f"{row['part']}, {row['dtype']}, rank {row['rank']}, {row['tokens']} tokens: forward and backward / dense"
         limit = 1.05 * LIMITS.get(row["rank"], row["floor"]) if row["dtype"] == "float32" else 1.0
         add(name, limit, row["ratio"], row["ratio_least"])
-    for share in (share for share in result["shares"] if share["model"] != "tiny"):
+    for share in (share for share in result["shares"] if share["model"] == "1.5b"):
         name = f"{'layer' if share['part'] == 'update' else 'whole model'}, {share['pieces']}, {share['model']}, {share['dtype']}: "
         add(name + "hash of A / update", 0.03, share["hash of A"], None)
         add(name + "apply / update", 0.05, share["apply"], None)

@@ -8,11 +8,11 @@ import json
 import os
 import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from importlib.metadata import distributions
 from pathlib import Path
 
 import torch
@@ -95,7 +95,8 @@ def precision(dtype: str, device: str):
 def environment(device: str) -> dict:
     """What the numbers depend on: hardware, versions, threads, clock."""
     name = torch.cuda.get_device_name() if device == "cuda" else _processor()
-    versions = {module.__name__: module.__version__ for module in (torch, *(sys.modules[m] for m in ("transformers", "peft") if m in sys.modules))}
+    installed = {package.name: package.version for package in distributions()}
+    versions = {name: installed[name] for name in ("torch", "transformers", "peft", "galore-torch", "flora-opt") if name in installed}
     return {"device": device, "hardware": name, "clock": clock(device)[1], "threads": torch.get_num_threads(), "cores": os.cpu_count(),
             "python": platform.python_version(), "cuda": torch.version.cuda, "versions": versions,
             "capability": torch.backends.cpu.get_cpu_capability() if device == "cpu" else list(torch.cuda.get_device_capability())}
