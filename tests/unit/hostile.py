@@ -1,10 +1,12 @@
 """Answers that a verifier must survive: what a policy can write that hangs, kills or fools one.
 
-    python tests/unit/hostile.py [ANSWERS] [SECONDS]      judges 1,000 under a limit of 1 s, an honest one after every tenth: counts, rate, longest call
+    python tests/unit/hostile.py [ANSWERS] [SECONDS] [--out FILE]     judges 1,000 under a limit of 1 s, an honest one after every tenth: counts, rate, longest call
 """
 
+import argparse
 import json
 import os
+import platform
 import sys
 import tempfile
 import threading
@@ -12,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 
 import psutil
@@ -136,4 +139,14 @@ def main(count: int = 1000, limit: float = 1.0) -> dict:
 if __name__ == "__main__":
     from hostile import main as imported                    # workers import what they run: not from a script
 
-    print(json.dumps(imported(int(sys.argv[1]) if sys.argv[1:] else 1000, float(sys.argv[2]) if sys.argv[2:] else 1.0), indent=1))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("answers", type=int, nargs="?", default=1000)
+    parser.add_argument("limit", type=float, nargs="?", default=1.0)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    found = {"command": "python " + " ".join(["tests/unit/hostile.py", *sys.argv[1:]]), "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "machine": platform.machine(),
+             "cores": len(os.sched_getaffinity(0)), "load": round(os.getloadavg()[0], 1), "python": platform.python_version(), "math-verify": version("math-verify"),
+             **imported(options.answers, options.limit)}
+    print(json.dumps(found, indent=1))
+    if options.out:
+        options.out.write_text(json.dumps(found, indent=1) + "\n")
