@@ -76,7 +76,7 @@ def check(runs: list[Planned]) -> None:
         if not (ROOT / model / "config.json").is_file():
             wrong.append(f"{model} is no folder with a model: hf download NAME --local-dir {model}")
     if any(run.config.rollout in ("vllm", "ray") for run in runs):
-        wrong += _engines(wanted)
+        wrong += _engines(wanted, found >= wanted)
     wrong += _linear_attention([run for run in runs if _model_type(run) == "qwen3_5"])
     records_root().mkdir(parents=True, exist_ok=True)
     free, most = shutil.disk_usage(records_root()).free / GIB, max(run.disk_gib for run in runs)
@@ -86,12 +86,14 @@ def check(runs: list[Planned]) -> None:
         raise ProfileError("\n".join(wrong))
 
 
-def _engines(wanted: int) -> list[str]:
-    """What is wrong with the interpreter that has vLLM: it has to see `wanted` GPUs (vLLM's CPU build sees none, and would generate on the CPU)."""
+def _engines(wanted: int, are_here: bool = True) -> list[str]:
+    """What is wrong with the interpreter that has vLLM: it has to see `wanted` GPUs, if they are here (vLLM's CPU build sees none, and would generate on the CPU)."""
     try:
         asked = [placement.vllm_python(), "-c", "import vllm, ray, torch; print(torch.cuda.device_count())"]
     except FileNotFoundError as error:
         return [str(error)]
+    if not are_here:                                        # said already, and importing vLLM takes half a minute
+        return []
     done = subprocess.run(asked, capture_output=True, text=True)
     if done.returncode:
         return [f"{asked[0]} cannot import vllm, ray and torch: {(done.stderr.splitlines() or ['it ended with ' + str(done.returncode)])[-1]}"]
