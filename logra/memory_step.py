@@ -37,6 +37,8 @@ class Setting:
         chunked (`logra.logprobs`, as the trainer does), in_place (whole fp32 logits beside bfloat16 ones, their gradient written over them), whole (log_softmax in fp32).
     probe, probe_tokens, probe_responses: the predicted-KL probe's way, and its batch on a GPU. attention, probe_attention: of Hugging Face.
     trainable: of dense, selected (those matrices) or all weights. keep_projections: A of every matrix stays in memory. resident_factor: a second d × r buffer a matrix stays in memory.
+    sharded_sketches: S is reduced to row shards as backward makes it (`logra.RowShards`). share_inputs: matrices that read the same input share A. split_embedding: an
+        embedding that is not the head's is gathered for its own use. selective: checkpointing keeps P (`logra.checkpointing.keep_projections`).
     """
 
     method: str = "logra"

@@ -31,7 +31,7 @@ class Category(_RefType):
     TEMPORARIES = "temporaries"
 
 
-_REAL = 1 << 16                                             # under fake tensors, indices and masks up to this size are computed in truth
+_REAL = 1 << 18                                             # under fake tensors, indices and masks up to this size are computed in truth
 
 
 class Tracker(MemTracker):

@@ -72,16 +72,17 @@ class Planned:
         common = dict(method=config.method, gpus=gpus, context=config.context, micro_batch=config.micro_batch, checkpointing=config.checkpointing, trainable=config.trainable)
         if config.method == "logra":
             at_once = min(config.micro_batch, -(-config.probe_responses // gpus))
-            setting = Setting(rank=config.rank, share_inputs=config.share_inputs, selective=config.checkpoint_projections, probe=config.probe,
-                              probe_tokens=config.context, probe_responses=at_once, **common)
+            setting = Setting(rank=config.rank, share_inputs=config.share_inputs, selective=config.checkpoint_projections, sharded_sketches=config.sharded_sketches,
+                              probe=config.probe, probe_tokens=config.context, probe_responses=at_once, **common)
         else:                                               # the paper's stack, whose whole logits are more than this code's chunks
             setting = replace(PAPER, rank=config.rank, **common)
         return simulated.ledger(Path(config.model).name, setting)
 
     @property
     def needs_gib(self) -> float:
-        """The most that a training GPU has to hold. `rl.ranks` gathers weights in float32, the ledger in bfloat16: what is gathered counts twice."""
-        return max(sum(sizes.values()) + sizes[Category.GATHERED.value] for sizes in self.ledger["phases"].values())
+        """The most that a training GPU has to hold. The ledger gathers weights in bfloat16: where the run does in float32, what is gathered counts twice."""
+        more = self.config.gathered == "float32"
+        return max(sum(sizes.values()) + more * sizes[Category.GATHERED.value] for sizes in self.ledger["phases"].values())
 
     @property
     def engine_gib(self) -> float:

@@ -42,6 +42,7 @@ RIVALS = {
     "dense: all weights trained": dict(trainable="all"),
 }
 SHIPPED = RECORDED / "memory.json"
+PAGE, MOST, PROBED = 1024, 32_768, 4096                     # contexts between which the longest that fits is looked for, and what of one its probe takes
 
 
 def capacity_gib() -> float:
@@ -142,6 +143,26 @@ def staircase(models: list[str], switches: list[str], **changes) -> pd.DataFrame
     return pd.DataFrame(found)
 
 
+TRADES = {
+    "all of the above": {},
+    "no checkpointing": dict(checkpointing=False),
+    "no checkpointing, one A each": dict(checkpointing=False, share_inputs=False),
+    "selective checkpointing": dict(selective=True),
+    "finite differences": dict(probe="finite_difference"),
+}
+
+
+def trades(models: list[str], **changes) -> pd.DataFrame:
+    """Columns model, method, switch, and train and probe: GiB a GPU at each one's peak, for switches that save bytes for time, or time for bytes."""
+    wanted = [("dense", "all of the above"), ("dense", "no checkpointing")] + [("logra", switch) for switch in TRADES]
+    found = []
+    for model in models:
+        for method, switch in wanted:
+            phases = ledger(MODELS[model], replace(memory.LEAST, method=method, **changes, **TRADES[switch]))["phases"]
+            found.append({"model": model, "method": method, "switch": switch, **{phase: sum(phases[phase].values()) if phase in phases else math.nan for phase in ("train", "probe")}})
+    return pd.DataFrame(found)
+
+
 def grid(model: str, ranks: list[int], contexts: list[int], **changes) -> pd.DataFrame:
     """The least setting over ranks and contexts, the probe as long as the context."""
     return pd.DataFrame([row for rank in ranks for context in contexts
@@ -167,23 +188,40 @@ def _bracket(points: list, x: float) -> tuple:
     return low, high, (x - low) / (high - low) if high > low else 0.0
 
 
-def fits(models: list[str], cards: list[str], contexts: list[int], rank: int) -> pd.DataFrame:
-    """For cards such as "4 x 80" (GB): GiB needed at two contexts, and the longest context that fits on the lines through each phase's (0: not even an empty one)."""
+def longest(model: str, room: float, setting: Setting, most: int = MOST, within: float = 0.25) -> tuple[int, float]:
+    """(the longest context that was simulated and fits, a multiple of 256 and `most` at most; GiB it needs), to a part `within` of what no longer fits.
+    (0, what `PAGE` tokens need) if these do not fit. A probe takes `PROBED` tokens at most: forward AD has no fused attention.
+
+    What a context needs is convex in it: flat while the gathered weights decide, then a line. So the chord from what fits to what does not lies above it, and
+    where the chord meets the room the context fits.
+    """
+    def need(context: int) -> float:
+        return ledger(MODELS.get(model, model), replace(setting, context=context, probe_tokens=min(context, PROBED)))["peak_gib"]
+
+    low = PAGE, need(PAGE)
+    if low[1] > room:
+        return 0, low[1]
+    high = most, need(most)
+    if high[1] <= room:
+        return high
+    while high[0] - low[0] > max(256, within * low[0]):
+        chord = low[0] + (room - low[1]) / (high[1] - low[1]) * (high[0] - low[0])
+        for context in (int(chord) // 256 * 256, int(chord * (1 + within)) // 256 * 256):
+            if low[0] < context < high[0]:
+                point = context, need(context)
+                low, high = (point, high) if point[1] <= room else (low, point)
+    return low
+
+
+def fits(models: list[str], cards: list[str], rank: int) -> pd.DataFrame:
+    """For cards such as "4 x 80" (GB): the longest context that fits (0: not even `PAGE` tokens), and GiB it needs."""
     found = []
     for card in cards:
         number, size = card.split(" x ")
         room = float(size) * 1e9 / GIB
         for model in models:
-            rows = [_flat(model, replace(memory.LEAST, rank=rank, gpus=int(number), context=contexts[0], probe_tokens=contexts[0]))]
-            if min(row[Category.WEIGHTS.value] for row in rows[0]) > room:       # no context fits; a second ledger would take long to say so
-                found.append({"model": model, "cards": card, "room_gib": room, f"gib_at_{contexts[0]}": max(row["gib"] for row in rows[0]), "longest_context": 0})
-                continue
-            rows.append(_flat(model, replace(memory.LEAST, rank=rank, gpus=int(number), context=contexts[1], probe_tokens=contexts[1])))
-            near, far = ({row["phase"]: row["gib"] for row in phases} for phases in rows)
-            slopes = {phase: (far[phase] - near[phase]) / (contexts[1] - contexts[0]) for phase in near}
-            longest = min(contexts[0] + (room - near[phase]) / slope if slope > 0 else math.inf if near[phase] <= room else 0 for phase, slope in slopes.items())
-            found.append({"model": model, "cards": card, "room_gib": room, **{f"gib_at_{context}": max(need.values()) for context, need in zip(contexts, (near, far))},
-                          "longest_context": max(0, int(longest) // 256 * 256)})
+            context, gib = longest(model, room, replace(memory.LEAST, rank=rank, gpus=int(number)))
+            found.append({"model": model, "cards": card, "room_gib": room, "longest_context": context, "gib": gib})
     return pd.DataFrame(found)
 
 

@@ -101,3 +101,26 @@ def test_between_the_points_of_a_grid_lies_the_line():
     assert simulated.between(points, 12, 150)["train"].tolist() == [336] * len(categories)
     alone = points[(points["rank"] == 16) & (points["context"] == 200)]
     assert simulated.between(alone, 16, 200)["train"].tolist() == [448] * len(categories)
+
+
+@pytest.mark.parametrize("need", [lambda c: max(11.5, 3 + c / 4000), lambda c: 2 + c / 1000, lambda c: 9.0, lambda c: max(5, c / 300, c / 100 - 300), lambda c: 99.0])
+def test_the_longest_context_fits_and_one_a_quarter_longer_does_not(need, monkeypatch):
+    """Also where what a context needs is flat at first, as long as gathered weights decide: a line through two short ones says millions of tokens."""
+    asked = []
+    monkeypatch.setattr(simulated, "ledger", lambda model, setting: asked.append(setting.context) or {"peak_gib": need(setting.context)})
+    context, gib = simulated.longest("1.5B", 22.0, Setting())
+    assert context in asked + [0] and len(asked) < 12
+    if context == 0:
+        assert need(simulated.PAGE) > 22
+    else:
+        assert gib == need(context) <= 22 and (context == simulated.MOST or need(context * 1.25 + 256) > 22)
+
+
+def test_shipped_ledgers_are_what_this_code_gives():
+    keys = [simulated._key("Qwen2.5-Math-1.5B", setting) for setting in (Setting(), replace(memory.PAPER, method="dense"), replace(memory.LEAST, gpus=1, context=1024, probe_tokens=1024))]
+    assert simulated.differing(keys) == []
+
+
+def test_the_switches_reach_their_targets():
+    for model, target in simulated.TARGETS.items():
+        assert simulated.ledger(simulated.MODELS[model], memory.LEAST)["peak_gib"] <= target

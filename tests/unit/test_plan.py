@@ -53,10 +53,10 @@ def test_the_main_runs_have_table_4s_settings(runs):
     assert [runs[f"main-{model}-logra-seed1"].config.evaluate_every for model in ("1.5b", "7b", "27b")] == [5, 5, 10]
 
 
-@pytest.mark.parametrize("model, method", [("1.5B", "dense"), ("1.5B", "logra"), ("7B", "dense"), ("7B", "logra"), ("27B", "logra")])
-def test_simulated_memory_of_the_papers_stack_is_table_1s(runs, model, method):
+@pytest.mark.parametrize("model, method, within", [("1.5B", "dense", 0.05), ("1.5B", "logra", 0.08), ("7B", "dense", 0.05), ("7B", "logra", 0.08), ("27B", "logra", 0.10)])
+def test_simulated_memory_of_the_papers_stack_is_table_1s(runs, model, method, within):
     run, row = runs[f"main-{model.lower()}-{method}-seed1"], printed.main_result(model, method)
-    assert run.paper["paper_average_gib"] == pytest.approx(row["average_gib"], rel=0.10)
+    assert run.paper["paper_average_gib"] == pytest.approx(row["average_gib"], rel=within)
     # a peak is the highest of one update over three seeds; at 7B these spread over 4.98 GiB, and it is there that 10 % are exceeded
     assert run.paper["paper_peak_gib"] == pytest.approx(row["peak_gib"], rel=0.10, abs=row["peak_gib_sd"])
     assert run.fits and run.needs_gib < run.machine.card_gib
