@@ -42,7 +42,7 @@ RIVALS = {
     "dense: all weights trained": dict(trainable="all"),
 }
 SHIPPED = RECORDED / "memory.json"
-PAGE, MOST, PROBED = 1024, 32_768, 4096                     # contexts between which the longest that fits is looked for, and what of one its probe takes
+LEAST_CONTEXT, PROBED = 2048, 4096                           # where the search for the longest context begins, and what of one its probe takes
 
 
 def capacity_gib() -> float:
@@ -145,9 +145,9 @@ def staircase(models: list[str], switches: list[str], **changes) -> pd.DataFrame
 
 TRADES = {
     "all of the above": {},
-    "no checkpointing": dict(checkpointing=False),
-    "no checkpointing, one A each": dict(checkpointing=False, share_inputs=False),
-    "selective checkpointing": dict(selective=True),
+    "no checkpointing": dict(checkpointing=False, probe="none"),    # the probe makes no graph: it needs what it did
+    "no checkpointing, one A each": dict(checkpointing=False, share_inputs=False, probe="none"),
+    "selective checkpointing": dict(selective=True, probe="none"),
     "finite differences": dict(probe="finite_difference"),
 }
 
@@ -188,9 +188,9 @@ def _bracket(points: list, x: float) -> tuple:
     return low, high, (x - low) / (high - low) if high > low else 0.0
 
 
-def longest(model: str, room: float, setting: Setting, most: int = MOST, within: float = 0.25) -> tuple[int, float]:
+def longest(model: str, room: float, setting: Setting, most: int, within: float = 0.25) -> tuple[int, float]:
     """(the longest context that was simulated and fits, a multiple of 256 and `most` at most; GiB it needs), to a part `within` of what no longer fits.
-    (0, what `PAGE` tokens need) if these do not fit. A probe takes `PROBED` tokens at most: forward AD has no fused attention.
+    (0, what `LEAST_CONTEXT` tokens need) if these do not fit. A probe takes `PROBED` tokens at most: forward AD has no fused attention.
 
     What a context needs is convex in it: flat while the gathered weights decide, then a line. So the chord from what fits to what does not lies above it, and
     where the chord meets the room the context fits.
@@ -198,7 +198,7 @@ def longest(model: str, room: float, setting: Setting, most: int = MOST, within:
     def need(context: int) -> float:
         return ledger(MODELS.get(model, model), replace(setting, context=context, probe_tokens=min(context, PROBED)))["peak_gib"]
 
-    low = PAGE, need(PAGE)
+    low = LEAST_CONTEXT, need(LEAST_CONTEXT)
     if low[1] > room:
         return 0, low[1]
     high = most, need(most)
@@ -213,15 +213,15 @@ def longest(model: str, room: float, setting: Setting, most: int = MOST, within:
     return low
 
 
-def fits(models: list[str], cards: list[str], rank: int) -> pd.DataFrame:
-    """For cards such as "4 x 80" (GB): the longest context that fits (0: not even `PAGE` tokens), and GiB it needs."""
+def fits(models: dict[str, int], cards: list[str], rank: int) -> pd.DataFrame:
+    """For cards such as "4 x 80" (GB): the longest context that fits (0: not even `LEAST_CONTEXT` tokens), and GiB it needs. models: the longest tried of each."""
     found = []
     for card in cards:
         number, size = card.split(" x ")
         room = float(size) * 1e9 / GIB
-        for model in models:
-            context, gib = longest(model, room, replace(memory.LEAST, rank=rank, gpus=int(number)))
-            found.append({"model": model, "cards": card, "room_gib": room, "longest_context": context, "gib": gib})
+        for model, most in models.items():
+            context, gib = longest(model, room, replace(memory.LEAST, rank=rank, gpus=int(number)), most)
+            found.append({"model": model, "cards": card, "room_gib": room, "longest_context": context, "tried": most, "gib": gib})
     return pd.DataFrame(found)
 
 

@@ -108,16 +108,16 @@ def test_the_longest_context_fits_and_one_a_quarter_longer_does_not(need, monkey
     """Also where what a context needs is flat at first, as long as gathered weights decide: a line through two short ones says millions of tokens."""
     asked = []
     monkeypatch.setattr(simulated, "ledger", lambda model, setting: asked.append(setting.context) or {"peak_gib": need(setting.context)})
-    context, gib = simulated.longest("1.5B", 22.0, Setting())
+    context, gib = simulated.longest("1.5B", 22.0, Setting(), 100_000)
     assert context in asked + [0] and len(asked) < 12
     if context == 0:
-        assert need(simulated.PAGE) > 22
+        assert need(simulated.LEAST_CONTEXT) > 22
     else:
-        assert gib == need(context) <= 22 and (context == simulated.MOST or need(context * 1.25 + 256) > 22)
+        assert gib == need(context) <= 22 and (context == 100_000 or need(context * 1.25 + 256) > 22)
 
 
 def test_shipped_ledgers_are_what_this_code_gives():
-    keys = [simulated._key("Qwen2.5-Math-1.5B", setting) for setting in (Setting(), replace(memory.PAPER, method="dense"), replace(memory.LEAST, gpus=1, context=1024, probe_tokens=1024))]
+    keys = [simulated._key("Qwen2.5-Math-1.5B", setting) for setting in (Setting(), replace(memory.PAPER, method="dense"), replace(memory.LEAST, gpus=1, context=2048, probe_tokens=2048))]
     assert simulated.differing(keys) == []
 
 
