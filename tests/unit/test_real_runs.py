@@ -55,6 +55,19 @@ def test_a_shipped_derived_record_is_used_where_the_reader_has_none(tmp_path, mo
     assert (provenance.cached("thing", {"a": 1}, write("made")) / "text").read_text() == "own"
 
 
+def test_a_measured_result_comes_back_to_the_bit_and_a_figure_says_which_records_were_shipped(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOGRA_RECORDS", str(tmp_path / "own"))
+    monkeypatch.setattr(provenance, "RECORDED", tmp_path / "shipped")
+    monkeypatch.setattr(provenance, "used", used := set())
+    values = [{"q": 0.1 + 0.2, "of": [1e-300, 1 / 3]}, {"q": 0.0}]
+    assert [provenance.measured("thing", {"a": 1}, lambda: values.pop(0)) for _ in range(2)] == [{"q": 0.1 + 0.2, "of": [1e-300, 1 / 3]}] * 2 and len(values) == 1
+    used |= {tmp_path / "own" / "a", tmp_path / "shipped" / "b", tmp_path / "shipped" / "c"}
+    assert provenance.stamp("toy scale", "n = 3") == "toy scale · 2 of 3 records from data/recorded · n = 3"
+    assert provenance.stamp("simulated") == "simulated" and provenance.stamp("recorded run", "n = 1") == "recorded run · n = 1"
+    used -= {tmp_path / "shipped" / "b", tmp_path / "shipped" / "c"}
+    assert provenance.stamp("recomputed here") == "recomputed here"
+
+
 def test_lines_share_all_but_their_method(monkeypatch):
     asked = []
     monkeypatch.setattr(real_runs.runs, "ensure", lambda configs: asked.extend(configs) or list(configs))
