@@ -23,12 +23,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
-from torch.profiler import ProfilerActivity, profile
 
-from logra.memory_step import LEAST, PAPER, PHASES, Setting, Step
-from logra.memory_tracker import Category, Tracker
+from logra.memory_setting import LEAST, PAPER, PHASES, Category, Setting
 
 __all__ = ["GIB", "LEAST", "PAPER", "Category", "Ledger", "Setting", "configuration", "measure", "shipped", "simulate"]
 
@@ -107,6 +103,11 @@ _SHALLOW = 3                                                # layers: enough tha
 
 
 def _trace(config, setting: Setting) -> list:
+    from torch._subclasses.fake_tensor import FakeTensorMode    # here and below: most of a second, for who only reads ledgers
+
+    from logra.memory_step import Step
+    from logra.memory_tracker import Tracker
+
     with _ranks_that_do_not_exist(setting.gpus) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
         with Tracker(config.vocab_size):                    # attaching needs true indices
             step = Step(_model(config, setting, "cpu"), setting, mesh)
@@ -138,6 +139,12 @@ def measure(config, setting: Setting, device: str = "cpu") -> Ledger:
 
     Within a process group the model is sharded over it, and `setting.gpus` has to be its size. Raises ValueError where it is not.
     """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.profiler import ProfilerActivity, profile
+
+    from logra.memory_step import Step
+    from logra.memory_tracker import Tracker
+
     world = dist.get_world_size() if dist.is_initialized() else 1
     if setting.gpus != world:
         raise ValueError(f"the setting says {setting.gpus} GPUs, but {world} {'process is' if world == 1 else 'processes are'} here")
@@ -172,6 +179,7 @@ def _model(config, setting: Setting, device: str):
 @contextmanager
 def _ranks_that_do_not_exist(gpus: int) -> Iterator:
     """A device mesh of `gpus` ranks, of which this process is the first; None for one GPU."""
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if gpus == 1:

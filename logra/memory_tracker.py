@@ -10,25 +10,12 @@ from contextlib import contextmanager
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, unset_fake_temporarily
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed._tools.mem_tracker import _RefType, MemTracker
+from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-
-class Category(_RefType):
-    """Where a byte goes. The order is that of tables and stacked bars."""
-
-    WEIGHTS = "weights"                                     # parameters as they are stored (a rank's shard), and buffers
-    GATHERED = "gathered"                                   # parameters gathered for compute, and the buffers they travel in
-    GRADIENTS = "gradients"                                 # with the buffers of their reduction
-    SKETCHES = "sketches"                                   # S_dr
-    OPTIMIZER = "optimizer"                                 # state, proposal U_dr, and what a step needs in between
-    PROJECTIONS = "projections"                             # A_rk, and what hashing it needs in between
-    ACTIVATIONS = "activations"                             # what autograd saved for backward, made again or not
-    LOGITS = "logits"                                       # whatever is as wide as the vocabulary
-    PROBE = "probe"                                         # the predicted-KL probe's own tensors, tangents among them
-    TEMPORARIES = "temporaries"
+from logra.memory_setting import Category
 
 
 _REAL = 1 << 18                                             # under fake tensors, indices and masks up to this size are computed in truth

@@ -27,7 +27,6 @@ from logra.rl import learner, records
 from logra.rl.config import RunConfig
 from logra.rl.placement import Copy, Process, vllm_python
 from logra.rl.records import write_whole
-from logra.rl.train import Trainer
 
 # what has to be exact after 1,000 updates; a record holds every receiver of `follow`, vLLM's too
 GRID = list(product(("rademacher", "hadamard"), (8, 16), (16, 100, 256)))
@@ -92,6 +91,8 @@ def follow(run: RunConfig, every: int = 50, process: bool = True, vllm: bool = F
     """Train, and follow. One row every `every` updates: for each receiver the bfloat16 entries that differ from the trainer's, KL of the
     two copies in this process, bytes, seconds since the row before, how many bfloat16 entries the last update changed, and after how
     many updates so far the weights were other ones than before."""
+    from logra.rl.train import Trainer                     # the whole training loop: where nothing is made, nobody waits for it
+
     torch.set_num_threads(run.threads)
     torch.use_deterministic_algorithms(True)
     trainer = Trainer(run)

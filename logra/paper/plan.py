@@ -25,7 +25,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from logra.memory import GIB, PAPER, Category, Setting
 from logra.paper import printed, simulated
 from logra.paper.profiles import ProfileError, closest
-from logra.rl.checkpoint import KEPT
 from logra.rl.config import RunConfig
 
 
@@ -67,7 +66,8 @@ class Planned:
 
     @cached_property
     def ledger(self) -> dict:
-        """The training call as this code makes it, GiB on a GPU (`Ledger.summary`); for dense and LoRA runs it needs less."""
+        """The training call as this code makes it, GiB on a GPU (`Ledger.summary`); less for dense and LoRA runs, and where an untied embedding, which
+        the ledger keeps with the root, is gathered for its own use."""
         config, gpus = self.config, self.machine.training_gpus
         common = dict(method=config.method, gpus=gpus, context=config.context, micro_batch=config.micro_batch, checkpointing=config.checkpointing, trainable=config.trainable)
         if config.method == "logra":
@@ -139,6 +139,8 @@ class Planned:
     @property
     def disk_gib(self) -> float:
         """Checkpoints, those that are kept and one that is being written, and the weights that stay; 0 for a run that is refused."""
+        from logra.rl.checkpoint import KEPT                 # with FSDP2: most of a second, for who only asks which runs there are
+
         train, gpus = self.ledger["phases"]["train"], self.machine.training_gpus
         weights, moments = train[Category.WEIGHTS.value] * gpus, train[Category.OPTIMIZER.value] * gpus
         return ((KEPT + 1) * (weights + moments) + len(self.config.keep_weights_at) * weights) * self.fits

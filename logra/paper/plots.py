@@ -15,7 +15,7 @@ from pathlib import Path
 import ipywidgets
 import matplotlib.pyplot as plt
 import pandas as pd
-from IPython.display import display
+from IPython.display import Image, display
 from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 
@@ -56,7 +56,8 @@ def save(fig: Figure, name: str, data: pd.DataFrame, kind: str, note: str = "") 
     """Writes `<name>.pdf`, `.svg`, `.png` and `.csv` into the figure folder, with `kind` and `note` in small print under the figure.
 
     data: every number that is drawn, one row a point; floats are written with six significant digits. kind: one of `KINDS`.
-    The page is the figure's own width; it grows downwards by the small print. Returns the paths by suffix.
+    The page is the figure's own width; it grows downwards by the small print. In a notebook the file is what is shown: `plt.show` has no more to draw.
+    Returns the paths by suffix.
     Raises ValueError on an unknown kind, on a name that is no plain file name, and on data without a row.
     """
     if kind not in KINDS:
@@ -74,6 +75,8 @@ def save(fig: Figure, name: str, data: pd.DataFrame, kind: str, note: str = "") 
     data.to_csv(paths["csv"], index=named, float_format="%.6g", lineterminator="\n")
     for path in paths.values():
         provenance.log_output(path, kind)
+    plt.close(fig)
+    display(Image(paths["png"], retina=True))
     return paths
 
 
@@ -88,6 +91,8 @@ def _stamp(fig: Figure, text: str) -> Bbox:
     stamp = fig.text(0.05 / width, (drawn.y0 - gap) / height, text, ha="left", va="top", fontsize=6, color="#555555", linespacing=1.15, gid=_STAMP)
     stamp.set_in_layout(False)                            # the layout is done: the stamp must not move it
     limit, columns = (width - 0.1) * fig.dpi, len(text)
+    if (whole := stamp.get_window_extent().width) > limit:
+        columns = int(1.3 * columns * limit / whole)      # nearly a third more than fit on average; from there, until all lines do
     while (extent := stamp.get_window_extent()).width > limit and columns > 12:
         columns -= 2
         stamp.set_text(textwrap.fill(text, columns))

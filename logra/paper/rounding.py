@@ -9,7 +9,6 @@ from scipy import stats
 
 from logra.paper import learner_runs
 from logra.rl.config import RunConfig
-from logra.rl.train import Trainer
 from logra.update import LowRankUpdate
 
 WIDTHS = {"8 bits": 8, "16 bits": 16, "not rounded": None}
@@ -25,6 +24,8 @@ def shares(run: RunConfig, updates: int) -> pd.DataFrame:
 
     The run is made again, as it was. Columns: update, bits, share.
     """
+    from logra.rl.train import Trainer                     # the whole training loop: where nothing is made, nobody waits for it
+
     torch.set_num_threads(run.threads)
     torch.use_deterministic_algorithms(True)
     trainer, rows = Trainer(run), []

@@ -42,7 +42,7 @@ RIVALS = {
     "dense: all weights trained": dict(trainable="all"),
 }
 SHIPPED = RECORDED / "memory.json"
-LEAST_CONTEXT, PROBED = 2048, 4096                           # where the search for the longest context begins, and what of one its probe takes
+LEAST_CONTEXT, PROBED = 2048, 4096                          # where the search for the longest context begins, and what of one its probe takes
 
 
 def capacity_gib() -> float:
@@ -52,7 +52,7 @@ def capacity_gib() -> float:
 
 def ledger(model: str, setting: Setting) -> dict:
     """`Ledger.summary()` of a shipped model's step, GiB: shipped, else from its record. A test simulates some of the shipped again."""
-    if (known := shipped().get(_key(model, setting))) is not None:
+    if (known := shipped().get(key(model, setting))) is not None:
         log_input(SHIPPED)
         return known
 
@@ -73,7 +73,7 @@ def shipped() -> dict[str, dict]:
     return json.loads(SHIPPED.read_text()) if SHIPPED.exists() else {}
 
 
-def _key(model: str, setting: Setting) -> str:
+def key(model: str, setting: Setting) -> str:
     changes = {name: value for name, value in asdict(setting).items() if value != getattr(Setting(), name)}
     return " ".join([model, *(f"{name}={value}" for name, value in sorted(changes.items()))])
 
@@ -153,14 +153,10 @@ TRADES = {
 
 
 def trades(models: list[str], **changes) -> pd.DataFrame:
-    """Columns model, method, switch, and train and probe: GiB a GPU at each one's peak, for switches that save bytes for time, or time for bytes."""
+    """Bytes by category at each phase's peak, method by method, for switches that save bytes for time, or time for bytes."""
     wanted = [("dense", "all of the above"), ("dense", "no checkpointing")] + [("logra", switch) for switch in TRADES]
-    found = []
-    for model in models:
-        for method, switch in wanted:
-            phases = ledger(MODELS[model], replace(memory.LEAST, method=method, **changes, **TRADES[switch]))["phases"]
-            found.append({"model": model, "method": method, "switch": switch, **{phase: sum(phases[phase].values()) if phase in phases else math.nan for phase in ("train", "probe")}})
-    return pd.DataFrame(found)
+    return pd.DataFrame([row for model in models for method, switch in wanted
+                         for row in _flat(model, replace(memory.LEAST, method=method, **changes | TRADES[switch]), method=method, switch=switch)])
 
 
 def grid(model: str, ranks: list[int], contexts: list[int], **changes) -> pd.DataFrame:
@@ -188,7 +184,7 @@ def _bracket(points: list, x: float) -> tuple:
     return low, high, (x - low) / (high - low) if high > low else 0.0
 
 
-def longest(model: str, room: float, setting: Setting, most: int, within: float = 0.25) -> tuple[int, float]:
+def longest(model: str, room: float, setting: Setting, most: int, within: float = 0.05) -> tuple[int, float]:
     """(the longest context that was simulated and fits, a multiple of 256 and `most` at most; GiB it needs), to a part `within` of what no longer fits.
     (0, what `LEAST_CONTEXT` tokens need) if these do not fit. A probe takes `PROBED` tokens at most: forward AD has no fused attention.
 
@@ -230,7 +226,7 @@ def ship() -> int:
     found = shipped()
     for folder in sorted(provenance.records_root().glob("memory-*")):
         config = json.loads((folder / "config.json").read_text())
-        found[_key(config["model"], Setting(**config["setting"]))] = json.loads((folder / "ledger.json").read_text())
+        found[key(config["model"], Setting(**config["setting"]))] = json.loads((folder / "ledger.json").read_text())
     write_whole(SHIPPED, json.dumps(dict(sorted(found.items())), indent=1) + "\n")
     return len(found)
 

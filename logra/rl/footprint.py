@@ -17,8 +17,11 @@ is not seen.
 | other | the rest: the batch, logits, temporaries, tangents of the probe, U |
 """
 
+from __future__ import annotations
+
 import weakref
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import pandas as pd
 import torch
@@ -27,7 +30,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from logra.rl.config import RunConfig
-from logra.rl.train import Trainer
+
+if TYPE_CHECKING:
+    from logra.rl.train import Trainer
 
 CATEGORIES = ("weights", "gradients", "optimizer", "projections", "activations", "other")
 PARTS = ("train", "probe", "update")                      # of `Trainer.step`, that make up the training call
@@ -157,6 +162,8 @@ def trace(config: RunConfig, updates: int, every: int) -> pd.DataFrame:
 
     A run's draws are named, so these are the updates that its record holds, bit for bit.
     """
+    from logra.rl.train import Trainer                     # the whole training loop: where nothing is made, nobody waits for it
+
     torch.set_num_threads(config.threads)
     torch.use_deterministic_algorithms(True)
     trainer, rows = Trainer(config), []

@@ -33,11 +33,9 @@ import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from tqdm import tqdm
 
-import logra
+from logra.rl.bases import BASE, BASES
 from logra.rl.tasks import Problem, Sums
 
-BASE = Path(logra.__file__).resolve().parent.parent / "data" / "learner"
-BASES = {"learner": BASE, "mixture_learner": BASE.with_name("mixture_learner")}    # `RunConfig.model` -> what is shipped
 SPECIALS = ["<pad>", "<bos>", "<eos>", "<unk>"]
 IGNORE = -100
 
@@ -204,12 +202,6 @@ def write(model: transformers.Qwen2ForCausalLM, out: Path, recipe: Recipe, secon
     }  # fmt: skip
     (out / "provenance.json").write_text(json.dumps(provenance, indent=2) + "\n")
     return provenance
-
-
-def base_sha256(model: str) -> str | None:
-    """The hash of a shipped base's weights, by its name in `RunConfig.model`; None for a model that is not shipped."""
-    folder = BASES.get(model)
-    return folder and json.loads((folder / "provenance.json").read_text())["files_sha256"]["model.safetensors"]
 
 
 def load_base(folder: Path = BASE) -> tuple[transformers.Qwen2ForCausalLM, transformers.PreTrainedTokenizerFast]:

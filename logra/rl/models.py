@@ -5,6 +5,8 @@ in fp32, under cache/models/ and named by the file's hash (20 s of one core, 0.5
 the wheel. The package inside the wheel is never imported, and its own dependencies are not needed: only its file is read.
 """
 
+from __future__ import annotations
+
 import hashlib
 import importlib.metadata
 import json

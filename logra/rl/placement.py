@@ -18,8 +18,9 @@ import torch
 
 import logra
 from logra import sync, wire
+from logra.rl.bases import BASES
 from logra.rl.config import RunConfig
-from logra.rl.learner import BASES, load_base
+from logra.rl.learner import load_base
 from logra.rl.models import SMOLLM2, load, smollm2
 from logra.rl.rollout import Rollout, generate
 

@@ -21,8 +21,8 @@ from pathlib import Path
 import pandas as pd
 from tqdm import tqdm
 
+from logra.rl.bases import base_sha256
 from logra.rl.config import RunConfig
-from logra.rl.learner import base_sha256
 from logra.rl.records import RECORDED, core, cores, locked, log_input, records_root, refuse_if_only_drawing
 
 FORKED = get_context("forkserver")                           # not "fork": the caller may have threads

@@ -28,10 +28,10 @@ import yaml
 import logra
 from logra.checkpointing import keep_projections
 from logra.rl import rewards, stopping
+from logra.rl.bases import base_sha256
 from logra.rl.checkpoint import Checkpoints
 from logra.rl.config import RunConfig
 from logra.rl.evaluate import evaluate, sampler
-from logra.rl.learner import base_sha256
 from logra.rl.logs import Logs, update_of
 from logra.rl.loss import policy_loss, token_logprobs
 from logra.rl.methods import Dense, LoGRA, LoRA

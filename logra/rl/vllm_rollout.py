@@ -15,7 +15,7 @@ import transformers
 from torch.nn.utils.rnn import pad_sequence
 
 from logra import sync, vllm_engine
-from logra.rl.learner import BASE
+from logra.rl.bases import BASE
 from logra.rl.placement import model_folder
 from logra.rl.rollout import Rollout, encode, named_seed, stop_tokens
 

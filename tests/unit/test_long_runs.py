@@ -9,9 +9,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-import torch.distributed as dist
+from processes import on_ranks
 from runs_of_a_small_model import configured
-from test_ranks import spawned, start
 
 from logra.rl import logs, models, stopping, train
 from logra.rl.checkpoint import KEPT, Checkpoints
@@ -180,20 +179,18 @@ def test_kept_projections_change_no_bit_and_shared_inputs_are_shared(folder):
 # over ranks ---------------------------------------------------------------------------------------------------------------
 
 
-def on_a_rank(number, ranks, path, config, broken):
-    start(number, ranks, path)
+def on_a_rank(number, ranks, config, broken):
     found = {}
     for offload in (False, True):
         trainer = Trainer(config.model_copy(update={"offload": offload}), Ranks())
         total = trainer.ranks.total
         trainer.ranks.total = lambda value: total(float("nan") if number == 1 and trainer.update + 1 == broken and not trainer.seconds.get("update") else value)
         found[offload] = [trainer.advance() for _ in range(3)], {name: whole_tensor(x).clone() for name, x in trainer.model.named_parameters()}
-    torch.save(found, f"{path}/{number}")
-    dist.destroy_process_group()
+    return found
 
 
 def test_ranks_skip_together_and_weights_on_the_cpu_train_to_the_same_bits(folder, tmp_path):
-    one, two = spawned(on_a_rank, 2, tmp_path, configured(folder, prompts=4), 2)
+    one, two = on_ranks(on_a_rank, 2, tmp_path, configured(folder, prompts=4), 2)
     for found in (one, two):
         assert [row.get("skipped") for row in found[False][0]] == [None, 1, 1]
         for rows, weights in (found[True], one[False]):

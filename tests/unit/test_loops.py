@@ -6,8 +6,7 @@ import math
 import models
 import pytest
 import torch
-import torch.distributed as dist
-from torch import multiprocessing
+from processes import on_ranks
 from torch.distributed.fsdp import fully_shard
 
 import logra
@@ -138,9 +137,7 @@ def test_rows_padded_anywhere_become_right_padded():
 # several processes --------------------------------------------------------------------------------------------------------
 
 
-def on_a_rank(number, ranks, path):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{path}/store", ranks), rank=number, world_size=ranks)
+def on_a_rank(number, ranks):
     model, optimizer, steps = controlled()
     optimizer.sketches.replicas, rows = logra.Replicas(), []
     for update in range(3):
@@ -158,8 +155,7 @@ def on_a_rank(number, ranks, path):
     other.replicas = logra.Replicas()
     with pytest.raises(RuntimeError, match=r"ranks \[1\] do not have rank 0's weights or projections"):
         logra.SketchSGD(other, lr=0.1).propose()
-    torch.save((weights(optimizer.sketches), rows), f"{path}/{number}")
-    dist.destroy_process_group()
+    return weights(optimizer.sketches), rows
 
 
 def test_replicas_train_as_one_on_the_mean_of_their_losses_and_stay_the_same(tmp_path):
@@ -172,8 +168,7 @@ def test_replicas_train_as_one_on_the_mean_of_their_losses_and_stay_the_same(tmp
         norm = optimizer.sketches.norm()
         optimizer.step(*([0.5] if update == 2 else []))
         rows.append((norm, steps.last["alpha"]))
-    multiprocessing.spawn(on_a_rank, (2, str(tmp_path)), nprocs=2)
-    found = [torch.load(tmp_path / str(number), weights_only=True) for number in range(2)]
+    found = on_ranks(on_a_rank, 2, tmp_path)
     assert same(found[0][0], found[1][0]) and found[0][1] == found[1][1]
     for wanted, row in zip(rows, found[0][1], strict=True):
         assert row == pytest.approx(wanted, rel=1e-4)
@@ -182,9 +177,7 @@ def test_replicas_train_as_one_on_the_mean_of_their_losses_and_stay_the_same(tmp
         assert (found[0][0][name] - weight).norm() < 0.02 * (weight - start[name]).norm()      # 8 bits: an entry may round the other way
 
 
-def on_shards(number, path):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{path}/store", 1), rank=0, world_size=1)
+def on_shards(number, ranks):
     model = models.llama().train()
     sketches = logra.attach(model, RANK)
     sketches.base
@@ -203,8 +196,7 @@ def on_shards(number, path):
         with pytest.raises(RuntimeError, match="is not the parameter that this optimizer was made for, so that a step on it would be lost"):
             wrong.step(1.0)
     model.model.layers[1].reshard()
-    torch.save({name: sketch.weight.full_tensor() for name, sketch in sketches.items()}, f"{path}/0")
-    dist.destroy_process_group()
+    return {name: sketch.weight.full_tensor() for name, sketch in sketches.items()}
 
 
 def test_a_step_after_a_probe_reaches_the_shards_of_fsdp2(tmp_path):
@@ -212,7 +204,6 @@ def test_a_step_after_a_probe_reaches_the_shards_of_fsdp2(tmp_path):
     for seed in range(3):
         model(**inputs(seed)).loss.backward()
         optimizer.step()
-    multiprocessing.spawn(on_shards, (str(tmp_path),), nprocs=1)
-    found, start = torch.load(tmp_path / "0", weights_only=True), weights(controlled()[1].sketches)
+    (found,), start = on_ranks(on_shards, 1, tmp_path), weights(controlled()[1].sketches)
     for name, weight in weights(optimizer.sketches).items():
         assert (found[name] - weight).norm() < 0.02 * (weight - start[name]).norm()

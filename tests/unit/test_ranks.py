@@ -12,28 +12,16 @@ import pandas as pd
 import pytest
 import torch
 import torch.distributed as dist
+from processes import on_ranks
 from runs_of_a_small_model import configured
-from torch import multiprocessing, nn
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import logra
 from logra.rl.ranks import Alone, Ranks, dealt, whole_tensor
-from logra.rl.train import Trainer
+from logra.rl.train import Trainer, run
 
 ROWS = {"a": (14, 9), "b": (3, 6), "c": (5, 8), "d": (1, 7), "e": (16, 5)}      # over 4 ranks: 4, 4, 4, 2; 1, 1, 1, 0; 2, 2, 1, 0; 1, 0, 0, 0
-
-
-def start(number, ranks, path):
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{path}/store", ranks), rank=number, world_size=ranks)
-
-
-def spawned(work, ranks, path, *arguments):
-    """What work(number, ranks, path, *arguments) leaves in path/number, for every rank."""
-    (path / "store").unlink(missing_ok=True)
-    multiprocessing.spawn(work, (ranks, str(path), *arguments), nprocs=ranks)
-    return [torch.load(path / str(number), weights_only=False) for number in range(ranks)]
 
 
 # the update of given sketches ---------------------------------------------------------------------------------------------
@@ -66,8 +54,7 @@ def given(seed=0):
     return [{name: torch.randn(d, 3, generator=generator) * torch.rand(d, 1, generator=generator) for name, (d, _) in ROWS.items()} for _ in range(6)]
 
 
-def steps_on_a_rank(number, ranks, path, settings):
-    start(number, ranks, path)
+def steps_on_a_rank(number, ranks, settings):
     found = []
     for kind, bits in settings:
         sketches, optimizer = make(kind, bits)
@@ -75,14 +62,13 @@ def steps_on_a_rank(number, ranks, path, settings):
             fully_shard(module)
         parts = [{name: S if number == ranks - 1 else 0 * S for name, S in of_update.items()} for of_update in given()]     # their sum is exact
         found.append(updates(sketches, optimizer(), parts, Ranks().reduced))
-    torch.save(found, f"{path}/{number}")
-    dist.destroy_process_group()
+    return found
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_the_update_of_the_same_sketches_has_the_same_bits_for_any_number_of_ranks(ranks, tmp_path):
     settings = [("RowAdam", 8), ("RowAdam", 16), ("SketchSGD", 8)]
-    found = spawned(steps_on_a_rank, ranks, tmp_path, settings)
+    found = on_ranks(steps_on_a_rank, ranks, tmp_path, settings)
     for i, setting in enumerate(settings):
         sketches, optimizer = make(*setting)
         made, weights = updates(sketches, optimizer(), given(), Alone().reduced)
@@ -125,10 +111,8 @@ def seen(trainer, gathered="float32"):
     return rows, sketches, texts, {name: whole_tensor(x) - before[name] for name, x in trainer.model.named_parameters()}, evaluation
 
 
-def trainers_on_a_rank(number, ranks, path, configs):
-    start(number, ranks, path)
-    torch.save([seen(Trainer(config, Ranks()), config.gathered) for config in configs], f"{path}/{number}")
-    dist.destroy_process_group()
+def trainers_on_a_rank(number, ranks, configs):
+    return [seen(Trainer(config, Ranks()), config.gathered) for config in configs]
 
 
 CASES = {
@@ -151,7 +135,7 @@ CASES = {
 def test_ranks_train_as_one_on_the_same_responses(ranks, folder, untied, tmp_path):
     # at 8 bits an entry may round the other way; κ is the mean of rounding errors here, and would carry them into the budget
     configs = [configured(folder, **dict(bits=16, mismatch=False) | changes | ({"model": str(untied)} if "model" in changes else {})) for changes in CASES.values()]
-    found = spawned(trainers_on_a_rank, ranks, tmp_path, configs)
+    found = on_ranks(trainers_on_a_rank, ranks, tmp_path, configs)
     for i, (case, config) in enumerate(zip(CASES, configs)):
         rows, sketches, texts, moves, evaluation = seen(Trainer(config.model_copy(update={"gathered": "float32", "sharded_sketches": False})), config.gathered)
         near, far = (dict(rel=2e-2, abs=2e-3), 0.1) if config.compute == "bfloat16" else (dict(rel=1e-4, abs=1e-6), 0.01)
@@ -176,8 +160,7 @@ def test_ranks_train_as_one_on_the_same_responses(ranks, folder, untied, tmp_pat
             assert all(row["sync_equal"] and row["sync_differing"] == 0 for row in found[0][i][0])
 
 
-def failing_on_a_rank(number, ranks, path, config):
-    start(number, ranks, path)
+def failing_on_a_rank(number, ranks, config):
     trainer = Trainer(config, Ranks())
     before = {name: whole_tensor(x).clone() for name, x in trainer.model.named_parameters()}
     total = trainer.ranks.total
@@ -186,31 +169,28 @@ def failing_on_a_rank(number, ranks, path, config):
     trainer.ranks.total = lambda value: total(float("nan") if number == 1 else value)
     with pytest.raises(FloatingPointError, match="the loss of update 1 is nan"):        # on one rank: all stop
         trainer.step()
-    same = all(torch.equal(whole_tensor(x), before[name]) for name, x in trainer.model.named_parameters())
-    torch.save(same, f"{path}/{number}")
-    dist.destroy_process_group()
+    return all(torch.equal(whole_tensor(x), before[name]) for name, x in trainer.model.named_parameters())
 
 
 def test_what_fails_on_one_rank_stops_all_with_the_weights_as_they_were(folder, tmp_path):
-    assert spawned(failing_on_a_rank, 2, tmp_path, configured(folder, prompts=2)) == [True, True]
+    assert on_ranks(failing_on_a_rank, 2, tmp_path, configured(folder, prompts=2)) == [True, True]
 
 
 # a resume -----------------------------------------------------------------------------------------------------------------
 
 
-def command(ranks, *arguments):
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    return [sys.executable, *launch, "-m", "logra.rl.train", *map(str, arguments)]
+def run_on_a_rank(number, ranks, config, folder):
+    run(config, folder)
 
 
 @pytest.mark.parametrize("method", ["logra", "dense"])
 def test_a_killed_run_on_ranks_resumes_bit_for_bit_and_on_another_number_of_ranks(method, folder, tmp_path):
     config = configured(folder, updates=10, method=method, prompts=6, checkpoint_every=3, **({"trainable": "all"} if method == "logra" else {}))
     (tmp_path / "config.json").write_text(json.dumps(config.model_dump()))
-    resumed = [tmp_path / "config.json", "--resume", "--folder"]
+    on_ranks(run_on_a_rank, 2, tmp_path, config, tmp_path / "whole")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "logra.rl.train", tmp_path / "config.json", "--resume", "--folder", tmp_path / "cut"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run(command(2, *resumed, tmp_path / "whole"), check=True, capture_output=True, env=environment)
-    process = subprocess.Popen(command(2, *resumed, tmp_path / "cut"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment, start_new_session=True)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment, start_new_session=True)
     log, deadline = tmp_path / "cut" / "log.jsonl", time.time() + 120
     while (not log.exists() or log.read_text().count('"metrics"') < 5) and time.time() < deadline:
         time.sleep(0.01)
@@ -221,11 +201,13 @@ def test_a_killed_run_on_ranks_resumes_bit_for_bit_and_on_another_number_of_rank
     assert len(children) == 2 and any((tmp_path / "cut" / "checkpoint").glob("update-*"))
     for ranks in (1, 3):
         shutil.copytree(tmp_path / "cut", tmp_path / f"on {ranks}")
+    subprocess.run(command, check=True, capture_output=True, env=environment)
+    run(config, tmp_path / "on 1")
+    on_ranks(run_on_a_rank, 3, tmp_path, config, tmp_path / "on 3")
     whole = pd.read_parquet(tmp_path / "whole" / "metrics.parquet")
-    for ranks, name in ((2, "cut"), (1, "on 1"), (3, "on 3")):
-        subprocess.run(command(ranks, *resumed, tmp_path / name), check=True, capture_output=True, env=environment)
+    for name in ("cut", "on 1", "on 3"):
         metrics = pd.read_parquet(tmp_path / name / "metrics.parquet")
-        pd.testing.assert_frame_equal(metrics, whole, check_exact=ranks == 2, rtol=1e-3, atol=1e-6)
+        pd.testing.assert_frame_equal(metrics, whole, check_exact=name == "cut", rtol=1e-3, atol=1e-6)
     assert json.loads((tmp_path / "cut" / "environment.json").read_text())["ranks"] == 2
 
 

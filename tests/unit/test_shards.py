@@ -3,8 +3,7 @@
 import models
 import pytest
 import torch
-import torch.distributed as dist
-from torch import multiprocessing
+from processes import on_ranks
 
 import logra
 from logra.shards import RowShards
@@ -33,9 +32,7 @@ def train(sketches, optimizer, mine):
     return {name: sketch.weight.detach().clone() for name, sketch in sketches.items()}, {name: m.factor() for name, m in made.matrices.items()}, q
 
 
-def on_a_rank(number, ranks, path, kind):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{path}/store", ranks), rank=number, world_size=ranks)
+def on_a_rank(number, ranks, kind):
     sketches = logra.attach(model(), RANK)
     sketches.shards = RowShards()
     optimizer = getattr(logra, kind)(sketches, relative_step=1e-2, bits=16)
@@ -46,16 +43,14 @@ def on_a_rank(number, ranks, path, kind):
     list(sketches.values())[0].S_dr.fill_(torch.nan if number == ranks - 1 else 1.0)
     with pytest.raises(FloatingPointError, match="q_proj"):             # one rank's NaN stops them all
         optimizer.propose()
-    torch.save((result, {name: S_dr.shape[0] for name, S_dr in rows.items()}, whole, state), f"{path}/{number}")
-    dist.destroy_process_group()
+    return result, {name: S_dr.shape[0] for name, S_dr in rows.items()}, whole, state
 
 
 @pytest.mark.parametrize("ranks, kind", [(2, "SketchSGD"), (3, "RowAdam")])
 def test_ranks_that_hold_rows_train_as_one_that_holds_all(ranks, kind, tmp_path):
     sketches = logra.attach(model(), RANK)
     weights, factors, q = train(sketches, getattr(logra, kind)(sketches, relative_step=1e-2, bits=16), batches)
-    multiprocessing.spawn(on_a_rank, (ranks, str(tmp_path), kind), nprocs=ranks)
-    found = [torch.load(tmp_path / str(number), weights_only=True) for number in range(ranks)]
+    found = on_ranks(on_a_rank, ranks, tmp_path, kind)
     for (ours, factor, our_q), rows, whole, state in found:
         assert our_q == pytest.approx(q, rel=1e-4)
         for name, sketch in sketches.items():
