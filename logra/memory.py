@@ -21,9 +21,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
 from logra.memory_setting import LEAST, PAPER, PHASES, Category, Setting
 
 __all__ = ["GIB", "LEAST", "PAPER", "Category", "Ledger", "Setting", "configuration", "measure", "shipped", "simulate"]
@@ -139,6 +136,8 @@ def measure(config, setting: Setting, device: str = "cpu") -> Ledger:
 
     Within a process group the model is sharded over it, and `setting.gpus` has to be its size. Raises ValueError where it is not.
     """
+    import torch
+    import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.profiler import ProfilerActivity, profile
 
@@ -170,6 +169,7 @@ def measure(config, setting: Setting, device: str = "cpu") -> Ledger:
 
 
 def _model(config, setting: Setting, device: str):
+    import torch
     import transformers
 
     with torch.device(device):
@@ -179,6 +179,7 @@ def _model(config, setting: Setting, device: str):
 @contextmanager
 def _ranks_that_do_not_exist(gpus: int) -> Iterator:
     """A device mesh of `gpus` ranks, of which this process is the first; None for one GPU."""
+    import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

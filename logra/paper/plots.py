@@ -84,7 +84,8 @@ def _stamp(fig: Figure, text: str) -> Bbox:
     """Puts `text` below all that is drawn, wrapped to the figure's width; returns the page in inches. A stamp from before is replaced."""
     for old in [artist for artist in fig.texts if artist.get_gid() == _STAMP]:
         old.remove()
-    fig.draw_without_rendering()                          # lays the axes out
+    fig.draw_without_rendering()                          # lays the axes out, once for all formats
+    fig.set_layout_engine("none")
     width, height = fig.get_size_inches()
     drawn = Bbox.union([fig.get_tightbbox(), Bbox.from_bounds(0, 0, width, height)])
     gap = 0.03
