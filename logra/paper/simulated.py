@@ -202,7 +202,8 @@ def longest(model: str, room: float, setting: Setting, most: int, within: float 
         return high
     while high[0] - low[0] > max(256, within * low[0]):
         chord = low[0] + (room - low[1]) / (high[1] - low[1]) * (high[0] - low[0])
-        for context in (int(chord) // 256 * 256, int(chord * (1 + within)) // 256 * 256):
+        above = min(max(chord * (1 + within), low[0] + 256), high[0] - 1)      # at least one of the two lies between, so that the search ends
+        for context in (int(chord) // 256 * 256, int(above) // 256 * 256):
             if low[0] < context < high[0]:
                 point = context, need(context)
                 low, high = (point, high) if point[1] <= room else (low, point)

@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 
-from logra.rl import learner
+from logra.rl import bases, learner
 from logra.rl.tasks import Problem, Sums
 
 SHORT = learner.Recipe(steps=3, batch=8)
@@ -100,6 +100,7 @@ def test_shipped_base_is_of_the_recipe_in_this_file():
     assert recorded["first_demonstrations_sha256"] == learner.hashlib.sha256(demonstrations).hexdigest()
     assert sum(path.stat().st_size for path in learner.BASE.glob("*.safetensors")) <= 4_000_000
     model, ours = learner.load_base()
+    assert bases.parameters() == model.num_parameters() and bases.base_sha256("learner") == recorded["files_sha256"]["model.safetensors"]
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32} and not model.training
     shape = learner.config().to_dict()
     assert {key: model.config.to_dict()[key] for key in shape if key in ("hidden_size", "num_hidden_layers", "vocab_size")} == {

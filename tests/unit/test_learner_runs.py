@@ -7,7 +7,7 @@ import pytest
 
 from logra.paper import learner_runs
 from logra.rl import runs
-from logra.rl.learner import base_sha256
+from logra.rl.bases import base_sha256
 
 SIZES = learner_runs.sizes(updates=4, prompts=2, evaluate_every=2, evaluation_prompts=2, relative_step=2e-3)
 

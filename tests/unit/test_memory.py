@@ -117,7 +117,7 @@ def test_the_longest_context_fits_and_one_a_twentieth_longer_does_not(need, monk
 
 
 def test_shipped_ledgers_are_what_this_code_gives():
-    keys = [simulated.key("Qwen2.5-Math-1.5B", setting) for setting in (Setting(), replace(memory.PAPER, method="dense"), replace(memory.LEAST, gpus=1, context=2048, probe_tokens=2048))]
+    keys = [simulated.key("Qwen2.5-Math-1.5B", setting) for setting in (replace(memory.PAPER, probe_tokens=simulated.TYPICAL), replace(memory.PAPER, method="dense"), replace(memory.LEAST, selective=True, probe="none"))]
     assert simulated.differing(keys) == []
 
 

@@ -11,6 +11,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from logra.paper import plots
 
@@ -37,6 +38,13 @@ def _figures(tmp_path, monkeypatch):
     plots.use()
     yield
     plt.close("all")
+
+
+def test_drawing_from_records_imports_neither_torch_nor_transformers():
+    """Nineteen notebooks are drawn again in a minute and a half: half of it would be these imports."""
+    modules = "from logra.paper import learner_runs, planned_runs, plots, printed, provenance, simulated, tables; from logra.rl import bases, runs"
+    made = subprocess.run([sys.executable, "-c", f"import sys; {modules}; print({{'torch', 'transformers', 'rfc3987_syntax.syntax_helpers'}} & set(sys.modules))"], capture_output=True, text=True, check=True)
+    assert made.stdout == "set()\n"
 
 
 def test_two_processes_write_the_same_bytes(tmp_path):
@@ -71,7 +79,7 @@ def test_the_kind_stands_below_everything_and_inside_the_page(note, layout):
         paths = plots.save(fig, "stamped", pd.DataFrame({"x": [0.0]}), "recorded run", note)
     (stamp,) = [text for text in fig.texts if text.get_gid() == "kind of figure"]
     assert stamp.get_text().replace("\n", " ").startswith("recorded run" + (" · " + note[:20] if note else ""))
-    renderer = fig.canvas.get_renderer()
+    renderer = FigureCanvasAgg(fig).get_renderer()
     extent = stamp.get_window_extent(renderer)
     assert extent.y1 <= ax.get_tightbbox(renderer).y0
     assert 0 <= extent.x0 and extent.x1 <= fig.get_size_inches()[0] * fig.dpi
