@@ -6,6 +6,7 @@ import pytest
 
 from logra import sync
 from logra.paper import drift
+from logra.rl.train import Trainer
 
 
 def test_the_record_has_every_combination_and_no_bit_differs():
@@ -27,7 +28,7 @@ def test_a_record_with_one_differing_entry_or_a_receiver_missing_is_not_exact(na
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_slices_that_an_update_has_not_reached_are_counted(ranks):
-    trainer = drift.Trainer(drift.config(updates=2))
+    trainer = Trainer(drift.config(updates=2))
     slices = drift.Sliced(trainer.model, list(trainer.method.sketches), ranks)
     slices.apply(sync.full_weights(trainer.model))
     trainer.step()
