@@ -41,7 +41,7 @@ def _figures(tmp_path, monkeypatch):
 
 
 def test_drawing_from_records_imports_neither_torch_nor_transformers():
-    """Nineteen notebooks are drawn again in a minute and a half: half of it would be these imports."""
+    """`--draw` would spend more time on these imports than on drawing."""
     modules = "from logra.paper import learner_runs, planned_runs, plots, printed, provenance, simulated, tables; from logra.rl import bases, runs"
     made = subprocess.run([sys.executable, "-c", f"import sys; {modules}; print({{'torch', 'transformers', 'rfc3987_syntax.syntax_helpers'}} & set(sys.modules))"], capture_output=True, text=True, check=True)
     assert made.stdout == "set()\n"
