@@ -21,11 +21,18 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-from logra.memory_setting import LEAST, PAPER, PHASES, Category, Setting
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.profiler import ProfilerActivity, profile
+
+from logra.memory_setting import GIB, LEAST, PAPER, PHASES, Category, Setting
+from logra.memory_step import Step
+from logra.memory_tracker import Tracker
 
 __all__ = ["GIB", "LEAST", "PAPER", "Category", "Ledger", "Setting", "configuration", "measure", "shipped", "simulate"]
 
-GIB = 2 ** 30
 _FOLDER = Path(__file__).with_name("model_configs")
 
 
@@ -100,11 +107,6 @@ _SHALLOW = 3                                                # layers: enough tha
 
 
 def _trace(config, setting: Setting) -> list:
-    from torch._subclasses.fake_tensor import FakeTensorMode    # here and below: most of a second, for who only reads ledgers
-
-    from logra.memory_step import Step
-    from logra.memory_tracker import Tracker
-
     with _ranks_that_do_not_exist(setting.gpus) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
         with Tracker(config.vocab_size):                    # attaching needs true indices
             step = Step(_model(config, setting, "cpu"), setting, mesh)
@@ -136,14 +138,6 @@ def measure(config, setting: Setting, device: str = "cpu") -> Ledger:
 
     Within a process group the model is sharded over it, and `setting.gpus` has to be its size. Raises ValueError where it is not.
     """
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.profiler import ProfilerActivity, profile
-
-    from logra.memory_step import Step
-    from logra.memory_tracker import Tracker
-
     world = dist.get_world_size() if dist.is_initialized() else 1
     if setting.gpus != world:
         raise ValueError(f"the setting says {setting.gpus} GPUs, but {world} {'process is' if world == 1 else 'processes are'} here")
@@ -169,7 +163,6 @@ def measure(config, setting: Setting, device: str = "cpu") -> Ledger:
 
 
 def _model(config, setting: Setting, device: str):
-    import torch
     import transformers
 
     with torch.device(device):
@@ -179,8 +172,6 @@ def _model(config, setting: Setting, device: str):
 @contextmanager
 def _ranks_that_do_not_exist(gpus: int) -> Iterator:
     """A device mesh of `gpus` ranks, of which this process is the first; None for one GPU."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if gpus == 1:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
+GIB = 2 ** 30
 METHODS = ("dense", "logra", "lora")
 LOSSES = ("chunked", "in_place", "whole")
 PHASES = ("train", "probe", "update")

@@ -30,8 +30,7 @@ from logra.paper.profiles import Task
 from logra.paper.provenance import CLASSES, ROOT, canonical, records_root
 
 DEAD_KERNEL = 138            # papermill's exit code when the kernel died
-# without the grammar that logra.paper.profiles leaves out too
-_PAPERMILL = "import sys; sys.modules['rfc3987_syntax'] = None; from papermill.cli import papermill; papermill()"
+_PAPERMILL = "import logra.paper; from papermill.cli import papermill; papermill()"
 _LEFT_OUT = ("PYTHONHOME", "PYTHONSTARTUP", "MPLBACKEND", "MATPLOTLIBRC", "JUPYTER_PATH", "JUPYTER_CONFIG_PATH")
 
 

@@ -83,7 +83,7 @@ def footprints(configs: Mapping[str, Sequence[RunConfig]], updates: int, every: 
 
 
 def _trace(config: RunConfig, updates: int, every: int) -> pd.DataFrame:
-    from logra.rl import footprint                          # the whole training loop: where nothing is measured, nobody waits for it
+    from logra.rl import footprint                          # with torch: where nothing is measured, nobody waits for it
 
     return footprint.trace(config, updates, every)
 

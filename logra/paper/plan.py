@@ -22,7 +22,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from logra.memory import GIB, PAPER, Category, Setting
+from logra.memory_setting import GIB, PAPER, Category, Setting
 from logra.paper import printed, simulated
 from logra.paper.profiles import ProfileError, closest
 from logra.rl.config import RunConfig

@@ -15,18 +15,14 @@ import ast
 import difflib
 import math
 import re
-import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
 
+import nbformat
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveFloat, ValidationError
-
-# nbformat without an optional grammar of IRIs, which jsonschema takes one to five seconds to build at import and no notebook's schema asks for
-sys.modules.setdefault("rfc3987_syntax", None)
-import nbformat  # noqa: E402
 
 SCALARS = (bool, int, float, str)
 

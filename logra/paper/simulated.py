@@ -21,8 +21,7 @@ from pathlib import Path
 import pandas as pd
 from tqdm import tqdm
 
-from logra import memory
-from logra.memory import GIB, PAPER, Category, Setting
+from logra.memory_setting import GIB, LEAST, PAPER, Category, Setting
 from logra.paper import printed, provenance
 from logra.rl.records import RECORDED, ROOT, cores, log_input, write_whole
 from logra.rl.runs import FORKED
@@ -65,6 +64,8 @@ def ledger(model: str, setting: Setting) -> dict:
 
 def simulate(model: str, setting: Setting) -> dict:
     """The same, made anew."""
+    from logra import memory                                # with torch: who only draws shipped ledgers does not wait for it
+
     return memory.simulate(memory.configuration(model), setting).summary()
 
 
@@ -156,13 +157,13 @@ def trades(models: list[str], **changes) -> pd.DataFrame:
     """Bytes by category at each phase's peak, method by method, for switches that save bytes for time, or time for bytes."""
     wanted = [("dense", "all of the above"), ("dense", "no checkpointing")] + [("logra", switch) for switch in TRADES]
     return pd.DataFrame([row for model in models for method, switch in wanted
-                         for row in _flat(model, replace(memory.LEAST, method=method, **changes | TRADES[switch]), method=method, switch=switch)])
+                         for row in _flat(model, replace(LEAST, method=method, **changes | TRADES[switch]), method=method, switch=switch)])
 
 
 def grid(model: str, ranks: list[int], contexts: list[int], **changes) -> pd.DataFrame:
     """The least setting over ranks and contexts, the probe as long as the context."""
     return pd.DataFrame([row for rank in ranks for context in contexts
-                         for row in _flat(model, replace(memory.LEAST, rank=rank, context=context, probe_tokens=context, **changes), rank=rank, context=context)])
+                         for row in _flat(model, replace(LEAST, rank=rank, context=context, probe_tokens=context, **changes), rank=rank, context=context)])
 
 
 def between(grid: pd.DataFrame, rank: float, context: float) -> pd.DataFrame:
@@ -217,7 +218,7 @@ def fits(models: dict[str, int], cards: list[str], rank: int) -> pd.DataFrame:
         number, size = card.split(" x ")
         room = float(size) * 1e9 / GIB
         for model, most in models.items():
-            context, gib = longest(model, room, replace(memory.LEAST, rank=rank, gpus=int(number)), most)
+            context, gib = longest(model, room, replace(LEAST, rank=rank, gpus=int(number)), most)
             found.append({"model": model, "cards": card, "room_gib": room, "longest_context": context, "tried": most, "gib": gib})
     return pd.DataFrame(found)
 

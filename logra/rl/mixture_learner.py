@@ -21,10 +21,11 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 
 from logra.rl import learner
+from logra.rl.bases import BASES
 from logra.rl.mixture import CLOSE, DOUBT, Mixture, short_mixture
 from logra.rl.tasks import Problem
 
-BASE = learner.BASES["mixture_learner"]
+BASE = BASES["mixture_learner"]
 _BLOCK = 8                     # steps whose demonstrations are drawn together and dealt by length
 
 

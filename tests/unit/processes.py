@@ -4,13 +4,13 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing
 
-import logra.rl.runs                                        # noqa: F401  says what the server of processes imports once, so that no rank waits for it
+from logra.rl.runs import FORKED
 
 
 def on_ranks(work, ranks, folder, *arguments):
-    """What work(number, ranks, *arguments) returns on every rank."""
+    """What work(number, ranks, *arguments) returns on every rank. The processes are forked as a plan's runs are: from one that has imported what they need."""
     (folder / "store").unlink(missing_ok=True)
-    multiprocessing.start_processes(_rank, (work, ranks, str(folder), arguments), nprocs=ranks, start_method="forkserver")
+    multiprocessing.start_processes(_rank, (work, ranks, str(folder), arguments), nprocs=ranks, start_method=FORKED.get_start_method())
     return [torch.load(folder / str(number), weights_only=False) for number in range(ranks)]
 
 

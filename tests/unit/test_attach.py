@@ -1,6 +1,8 @@
 """What attach takes, names and leaves as it was: coverage, detach, copies, saved models, and what it refuses."""
 
 import copy
+import subprocess
+import sys
 
 import models
 import pytest
@@ -10,6 +12,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import logra
 
+
+def test_import_logra_waits_for_torch_until_something_is_asked_for():
+    asked = "import logra, sys; early = 'torch' in sys.modules; logra.linear.attach; [getattr(logra, name) for name in logra.__all__]; print(early, hasattr(logra, 'nothing'))"
+    made = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
+    assert made.stdout == "False False\n"
 
 
 def test_a_deep_copy_has_sketches_of_its_own():

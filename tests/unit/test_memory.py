@@ -59,6 +59,11 @@ def test_what_is_sharded_is_sharded_and_what_is_not_is_whole():
     assert not dist.is_initialized()
 
 
+def test_a_long_context_is_simulated_though_its_masks_are_real():
+    short, long = (simulate(small(), setting(context=context, probe="none")).peak("train") for context in (50_000, 100_000))
+    assert 1.8 < long / short < 2.0
+
+
 def test_the_command_says_whether_it_fits(capsys, tmp_path):
     small().save_pretrained(tmp_path)
     common = [str(tmp_path), "--rank", "32", "--context", "128", "--probe", "none"]
@@ -117,7 +122,7 @@ def test_the_longest_context_fits_and_one_a_twentieth_longer_does_not(need, monk
 
 
 def test_shipped_ledgers_are_what_this_code_gives():
-    keys = [simulated.key("Qwen2.5-Math-1.5B", setting) for setting in (replace(memory.PAPER, probe_tokens=simulated.TYPICAL), replace(memory.PAPER, method="dense"), replace(memory.LEAST, selective=True, probe="none"))]
+    keys = [simulated.key("Qwen2.5-Math-1.5B", setting) for setting in (Setting(), replace(memory.PAPER, method="dense"), replace(memory.LEAST, gpus=1, context=2048, probe_tokens=2048))]
     assert simulated.differing(keys) == []
 
 
