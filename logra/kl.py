@@ -5,7 +5,9 @@ tangents of the logits are ż of Eq. 6 and the primal forward is unchanged to th
 finite differences. Hidden states are kept, logits are made for a few tokens at a time: no [tokens, vocabulary] tensor.
 """
 
+import inspect
 import math
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,6 +25,7 @@ from logra.projection import unit
 from logra.update import LowRankUpdate
 
 _CHUNK = 64                                                 # tokens whose logits exist at a time
+_LINEAR_ATTENTION = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "causal_conv1d_fn", "causal_conv1d_update")   # in transformers' modules
 
 
 @dataclass(frozen=True)
@@ -312,15 +315,22 @@ def _evaluating(model):
 
 @contextmanager
 def _differentiable_attention(model):
-    """Forward AD has no kernel for fused attention, and flex attention drops tangents silently: plain attention inside, in blocks if long."""
+    """Forward AD has no kernel for fused attention, and flex attention drops tangents silently: plain attention inside, in blocks if long.
+    Nor have the packages' kernels of linear attention (fla, causal_conv1d) one: transformers' own code, which its choice of a kernel wraps."""
     config = getattr(model, "config", None)
     before = getattr(config, "_attn_implementation", None)
     switch = before not in (None, "eager", "sdpa")
+    homes = [sys.modules[name] for name in {type(module).__module__ for module in model.modules()} & sys.modules.keys()]
+    chosen = [(home, name, vars(home)[name]) for home in homes for name in _LINEAR_ATTENTION if name in vars(home)]
     with sdpa_kernel(SDPBackend.MATH), BlockwiseAttention():
         try:
+            for home, name, kernel in chosen:
+                setattr(home, name, inspect.unwrap(kernel))
             if switch:
                 model.set_attn_implementation("sdpa" if getattr(model, "_supports_sdpa", False) else "eager")
             yield
         finally:
+            for home, name, kernel in chosen:
+                setattr(home, name, kernel)
             if switch:
                 model.set_attn_implementation(before)

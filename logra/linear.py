@@ -220,7 +220,8 @@ class SketchedLinear(nn.Linear):
         F_dr, band, parts = F_dr.to(P_tr), max(1, _BAND // len(F_dr)), []
         for X, P in zip(X_tk.split(band), P_tr.split(band)):
             y = F.linear(X, self.weight, self.bias)
-            parts.append(y + (a * F.linear(P, F_dr)).to(y.dtype))
+            plain = y.dtype == P.dtype and not isinstance(a, torch.Tensor)
+            parts.append(y.addmm_(P, F_dr.T, alpha=a) if plain else y + (a * F.linear(P, F_dr)).to(y.dtype))
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(*x.shape[:-1], len(F_dr))
 
 

@@ -77,7 +77,9 @@ def check(runs: list[Planned]) -> None:
             wrong.append(f"{model} is no folder with a model: hf download NAME --local-dir {model}")
     if any(run.config.rollout in ("vllm", "ray") for run in runs):
         wrong += _engines(wanted, found >= wanted)
-    wrong += _linear_attention([run for run in runs if _model_type(run) == "qwen3_5"])
+    if any(_model_type(run) == "qwen3_5" for run in runs) and importlib.util.find_spec("fla") is None:
+        print("reproduce: fla is wanted for qwen3_5 (pip install flash-linear-attention, into .venv): without it linear attention is trained by transformers' plain "
+              "code, which is more than ten times slower", file=sys.stderr)
     records_root().mkdir(parents=True, exist_ok=True)
     free, most = shutil.disk_usage(records_root()).free / GIB, max(run.disk_gib for run in runs)
     if free < most:
@@ -100,18 +102,6 @@ def _engines(wanted: int, are_here: bool = True) -> list[str]:
     if (seen := int(done.stdout.split()[-1])) < wanted:
         return [f"vLLM's interpreter {asked[0]} sees {seen} GPUs, and the schedule wants {wanted}: {_INSTALL}"]
     return []
-
-
-def _linear_attention(runs: list[Planned]) -> list[str]:
-    """Says on stderr what slows Qwen3.5 down; returns what it cannot do."""
-    if not runs:
-        return []
-    if importlib.util.find_spec("fla") is None:
-        print("reproduce: fla is wanted for qwen3_5 (pip install flash-linear-attention, into .venv): without it linear attention is trained by transformers' plain "
-              "code, which is more than ten times slower", file=sys.stderr)
-        return []
-    return [f"{run.name} predicts the KL by jvp, and fla's kernels have no forward AD: set probe to finite_difference for it, or uninstall fla"
-            for run in runs if run.config.method == "logra" and run.config.probe == "jvp"]
 
 
 def _model_type(run: Planned) -> str:

@@ -1,7 +1,10 @@
 """Predicted-KL control: Eq. 5, 6, 7, 16 and 17 against float64 references, and what the probe leaves as it was."""
 
 import copy
+import functools
+import inspect
 import math
+import sys
 from types import SimpleNamespace
 
 import models
@@ -173,6 +176,26 @@ def test_other_attention_is_set_aside_in_the_probe_and_comes_back():
     model.set_attn_implementation("flex_attention")         # drops tangents without a word
     assert logra.predicted_kl(model, proposal, contexts) == pytest.approx(q, rel=1e-4)
     assert model.config._attn_implementation == "flex_attention"
+
+
+def test_kernels_of_linear_attention_without_forward_ad_are_set_aside_in_the_probe_and_come_back(monkeypatch):
+    model, optimizer, contexts = prepared(models.qwen3_5)
+    proposal, home = optimizer.propose(), sys.modules[type(model).__module__]
+    q, used = logra.predicted_kl(model, proposal, contexts), []
+    for name in ("torch_chunk_gated_delta_rule", "causal_conv1d_fn"):
+        plain = inspect.unwrap(getattr(home, name))
+
+        class Kernel(torch.autograd.Function):              # as fla's: with a backward, and no forward AD
+            @staticmethod
+            def forward(ctx, plain, inputs, settings):
+                used.append(plain)
+                return plain(*inputs, **settings)
+
+        monkeypatch.setattr(home, name, functools.wraps(plain)(lambda *inputs, plain=plain, **settings: Kernel.apply(plain, inputs, settings)))
+    kernels = home.torch_chunk_gated_delta_rule, home.causal_conv1d_fn
+    assert logra.predicted_kl(model, proposal, contexts) == q and not used
+    assert (home.torch_chunk_gated_delta_rule, home.causal_conv1d_fn) == kernels
+    assert logra.predicted_kl(model, proposal, contexts, "finite_difference") == pytest.approx(q, rel=1e-2) and len(set(used)) == 2
 
 
 def test_a_compiled_layer_is_not_compiled_in_the_probe():

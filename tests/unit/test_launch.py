@@ -130,16 +130,6 @@ def test_numbers_that_are_not_finite_have_an_exit_code_of_their_own(tmp_path, mo
     assert node.make(runs, None, Console(quiet=True)) == end
 
 
-def test_linear_attention_without_its_kernels_is_said_and_a_probe_that_they_cannot_do_is_refused(monkeypatch, capsys):
-    runs = [SimpleNamespace(name=probe, config=SimpleNamespace(method="logra", probe=probe)) for probe in ("jvp", "finite_difference")]
-    found = {"fla": None}
-    monkeypatch.setattr(node.importlib.util, "find_spec", found.get)
-    assert node._linear_attention(runs) == [] and "fla is wanted for qwen3_5" in capsys.readouterr().err
-    found["fla"] = "there"
-    wrong = node._linear_attention(runs)
-    assert len(wrong) == 1 and wrong[0].startswith("jvp predicts the KL by jvp, and fla's kernels have no forward AD")
-
-
 def test_two_nodes_agents_make_one_run(folder, tmp_path):
     config, made = configured(folder, updates=1, prompts=4, evaluate_every=1), tmp_path / "made"
     (tmp_path / "run.json").write_text(json.dumps(config.model_dump(mode="json")))
