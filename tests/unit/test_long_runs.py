@@ -222,3 +222,16 @@ def test_a_run_is_shown_in_tensorboard_and_its_record_does_not_change(folder, tm
     metrics = pd.read_parquet(tmp_path / "shown" / "metrics.parquet")
     assert [(e.step, e.value) for e in events.Scalars("critic/rewards/mean")] == [(u, pytest.approx(r)) for u, r in zip(metrics["update"], metrics["reward"])]
     assert {"actor/pg_loss", "val/mean@k", "timing_s/step", "logra/alpha"} <= set(events.Tags()["scalars"])
+
+
+def test_a_run_is_shown_in_wandb_where_that_is_installed_and_its_record_does_not_change(folder, tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    config = configured(folder, updates=3)
+    run(config, tmp_path / "quiet")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_PROJECT", "logra")
+    run(config, tmp_path / "shown", shown=True)
+    same_records(tmp_path / "quiet", tmp_path / "shown")
+    (written,) = tmp_path.glob("wandb/offline-run-*/run-shown.wandb")
+    held = written.read_bytes()
+    assert all(name.encode() in held for name in ("critic/rewards/mean", "actor/pg_loss", "val/mean@k", "timing_s/step", "logra/alpha"))
