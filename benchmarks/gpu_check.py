@@ -3,7 +3,8 @@
     python benchmarks/gpu_check.py --out gpu.json                   # CUDA, randomly initialised 1.5B and 7B, 4,096 tokens, rank 256
     python benchmarks/gpu_check.py --device cpu --small             # the same code on small shapes, without a GPU
 
-Nothing is downloaded. Exits 1 if a check of correctness fails; memory and times are reported, and fail nothing.
+Short runs of the trainer under torchrun are among the checks (gpu_runs.py), one of them with a vLLM engine where --engine asks for it and
+LOGRA_VLLM_PYTHON or ./reproduce.sh setup-vllm gives vLLM's interpreter. Nothing is downloaded. Exits 1 if a check of correctness fails; memory and times are reported, and fail nothing.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import torch
 import transformers
 
 import cases
+import gpu_runs
 import logra
 import pieces
 import timing
@@ -36,6 +38,7 @@ def main(arguments=None) -> dict:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--small", action="store_true", help="small shapes, 64 tokens, rank 16")
+    parser.add_argument("--engine", action="store_true", help="with a run whose responses vLLM samples")
     parser.add_argument("--models", nargs="+", choices=list(cases.CONFIGS))
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=450.0, help="no further model is begun after this time")
@@ -63,6 +66,8 @@ def run(result: dict, args, models, tokens: int, rank: int, simulations: dict, s
     for check in (projections, sketches, updates, probes, receiver):
         result["checks"] += check(cases.CONFIGS["tiny" if args.small else "1.5b"](), args.device)
         timing.write(result, args.out)
+    found, result["left out"] = gpu_runs.checks(args.engine)
+    result["checks"] += [row(*check) for check in found]
     timing.table("Correctness", result["checks"], {"check": "s", "value": ".2e", "limit": ".2e", "holds": "s"})
     for model in models:
         if time.perf_counter() - started > args.seconds:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The check of a GPU (benchmarks/gpu_check.py), in 8 minutes at most and without a network. The result is gpu_check.json in OUT (default: here).
-# PYTHON names the interpreter, whose PyTorch has to see the GPU (default: the project's .venv, else python3). Arguments go on: --device cpu --small
+# PYTHON names the interpreter, whose PyTorch has to see the GPU (default: the project's .venv, else python3). Arguments go on: --engine, --device cpu --small
 # LIMIT: the seconds after which it is ended (default 480).
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
