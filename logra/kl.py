@@ -47,6 +47,11 @@ class Contexts:
         predictions[:, :-1] = response_mask[:, 1:].bool()
         return cls(input_ids, attention_mask, predictions)
 
+    def beginning(self, tokens: int | None) -> "Contexts":
+        """Their first `tokens` tokens, and the predictions made there; None: all. It bounds what a probe of long responses holds, and what is found
+        then stands for the beginnings of responses alone."""
+        return self if tokens is None else Contexts(*(x[:, :tokens] for x in (self.input_ids, self.attention_mask, self.predictions)))
+
     def split(self, rows: int | None, every: bool = False) -> Iterator["Contexts"]:
         """A few responses at a time, cut to their longest; None: all, as they are. Those without predictions are left out, unless `every`."""
         if rows is None or rows >= len(self.input_ids):
@@ -66,8 +71,8 @@ def predicted_kl(model, proposal, contexts: Contexts, method: str = "jvp", tempe
     proposal: what `optimizer.propose()` returned, or a LowRankUpdate. method: "jvp" (forward-mode AD) or "finite_difference"
     (two forwards at ±D, and two at less if D is large; any attention; it needs a float32 forward, since in bfloat16 a small step is
     lost in rounding). micro_batch: responses in a forward; None for all together. The value is the mean over all predictions either way,
-    and no response is cut: a sample of whole responses, chosen before they were known (the batch's first), stands for the batch, while
-    one of their beginnings would stand for early tokens alone. The model runs in eval mode and is restored, also after an exception.
+    and no response is cut (unless by `Contexts.beginning`): a sample of whole responses, chosen before they were known (the batch's first),
+    stands for the batch. The model runs in eval mode and is restored, also after an exception.
     Over row shards or replicas (`Sketches.shards`, `.replicas`) each rank examines contexts of its own, and the mean is over those of all
     ranks, the same number on each; where FSDP needs every rank's forwards in step, all give as many responses, some of them perhaps without
     a prediction.

@@ -146,7 +146,7 @@ ROWS: dict[str, Callable[[RunConfig], str]] = {
     "Decay of the baseline": lambda c: f"{c.baseline_decay:g}",
     "Relative norm of a nominal step": _sketched(lambda c: _short(c.relative_step)),
     "Cap α_max": _sketched(lambda c: f"{c.alpha_max:g}"),
-    "Probe": _sketched(lambda c: f"{c.probe}, {c.probe_responses} responses"),
+    "Probe": _sketched(lambda c: f"{c.probe}, {c.probe_responses} responses" + (f" up to {c.probe_tokens} tokens" if c.probe_tokens else "")),
     "Cap of the importance weight": lambda c: f"{c.importance_cap:g}",
     "Trained matrices": lambda c: {"selected": "attention and MLP", "all": "all"}[c.trainable],
     "Model": lambda c: c.model,

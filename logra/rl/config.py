@@ -71,6 +71,7 @@ class RunConfig(BaseModel):
     mismatch: bool = True                                   # Eq. 17
     probe: Literal["jvp", "finite_difference"] = "jvp"
     probe_responses: int = Field(8, ge=1)                   # two for each of the paper's four training GPUs
+    probe_tokens: int | None = Field(None, ge=2)            # of each, prompt included, from its beginning: bounds the probe's memory; None: whole responses
 
     # AdamW, of the dense method, of the rest that `trainable: all` adds, and of LoRA, which has the learning rate without a schedule (D.4)
     learning_rate: float = Field(1e-6, gt=0)

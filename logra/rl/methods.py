@@ -155,7 +155,7 @@ class LoGRA:
     def _update(self, timed, batch: Rollout, logprobs) -> dict:
         config, sketches, ranks = self.config, self.sketches, self.ranks
         probe = ranks.probe(batch, config.probe_responses)
-        contexts = logra.Contexts.of_responses(probe.input_ids, probe.attention_mask, probe.response_mask)
+        contexts = logra.Contexts.of_responses(probe.input_ids, probe.attention_mask, probe.response_mask).beginning(config.probe_tokens)
         with timed("update"):
             proposal = self.optimizer.propose()
             row = {"sketch_norm": sketches.norm()}

@@ -169,6 +169,18 @@ def test_the_primal_of_the_dual_forward_is_the_forward_to_the_bit(monkeypatch):
     assert torch.equal(seen[0].primal, plain[contexts.predictions]) and seen[0].tangent.any()
 
 
+@pytest.mark.parametrize("method", ["jvp", "finite_difference"])
+def test_a_probe_of_beginnings_is_the_mean_over_their_predictions_in_whole_responses(method):
+    model, optimizer, contexts = prepared()
+    proposal, kept = optimizer.propose(), contexts.predictions.clone()
+    kept[:, 14:] = False
+    short = contexts.beginning(14)
+    assert short.input_ids.shape[1] == 14 and 0 < short.predictions.sum() == kept.sum() < contexts.predictions.sum()
+    whole = logra.predicted_kl(model, proposal, logra.Contexts(contexts.input_ids, contexts.attention_mask, kept), method)
+    assert logra.predicted_kl(model, proposal, short, method) == pytest.approx(whole, rel=1e-4) != pytest.approx(logra.predicted_kl(model, proposal, contexts, method), rel=1e-3)
+    assert contexts.beginning(None) is contexts
+
+
 def test_other_attention_is_set_aside_in_the_probe_and_comes_back():
     model, optimizer, contexts = prepared()
     proposal = optimizer.propose()

@@ -149,6 +149,14 @@ def test_bfloat16_compute_and_checkpointing_train_float32_weights(folder):
     assert row["realised_kl"] > 0 and all(p.dtype == torch.float32 for p in trainer.model.parameters())
 
 
+def test_a_runs_probe_sees_no_more_tokens_of_a_response_than_it_was_told(folder, monkeypatch):
+    seen, predicted = [], logra.kl.predicted_kl
+    monkeypatch.setattr(logra.kl, "predicted_kl", lambda model, proposal, contexts, *more: seen.append(contexts.input_ids.shape[1]) or predicted(model, proposal, contexts, *more))
+    for tokens in (None, 12):
+        Trainer(configured(folder, probe_tokens=tokens)).step()
+    assert seen[1] == 12 < seen[0]
+
+
 def test_logra_may_train_the_rest_by_adamw(folder):
     trainer = Trainer(configured(folder, trainable="all"))
     before = trainer.model.model.norm.weight.clone()
