@@ -11,6 +11,7 @@ import argparse
 import copy
 import dataclasses
 import gc
+import importlib.util
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -63,10 +64,12 @@ def main(arguments=None) -> dict:
 
 def run(result: dict, args, models, tokens: int, rank: int, simulations: dict, started: float) -> None:
     """Every check, then each model while there is time; the result is written after each."""
-    for check in (projections, sketches, updates, probes, receiver):
+    for check in (projections, sketches, updates, probes, linear_attention, receiver):
         result["checks"] += check(cases.CONFIGS["tiny" if args.small else "1.5b"](), args.device)
         timing.write(result, args.out)
-    found, result["left out"] = gpu_runs.checks(args.engine)
+    result["left out"] += [] if args.device == "cpu" or importlib.util.find_spec("fla") else ["linear attention by fla's kernels: fla is not installed"]
+    found, left_out = gpu_runs.checks(args.engine)
+    result["left out"] += left_out
     result["checks"] += [row(*check) for check in found]
     timing.table("Correctness", result["checks"], {"check": "s", "value": ".2e", "limit": ".2e", "holds": "s"})
     for model in models:
@@ -183,6 +186,25 @@ def probes(config, device: str) -> list[dict]:
         S.append(attached)
     worst = max(float((S[1][n].S_dr - S[0][n].S_dr).norm() / S[0][n].S_dr.norm()) for n in S[0])
     return [*rows, row("S under checkpointing, autocast: relative difference", worst, 1e-5)]
+
+
+def linear_attention(config, device: str) -> list[dict]:
+    """A small random Qwen3.5, by fla's kernels on a GPU where fla is installed: S against the CPU's, and the predicted KL by both methods."""
+    heads = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=32, linear_value_head_dim=32, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
+    torch.manual_seed(0)
+    base = transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(
+        vocab_size=211, hidden_size=128, intermediate_size=192, num_hidden_layers=2, layer_types=["linear_attention", "full_attention"], max_position_embeddings=256, **heads)).eval()
+    S, q = {}, {}
+    for place in ("cpu", device):
+        model, batch = copy.deepcopy(base).to(place), pieces.example(211, 96, place)
+        attached = logra.attach(model, 16, seed=1)
+        pieces.loss(model, batch, "float32", place).backward()
+        S[place] = {name: sketch.S_dr.cpu() for name, sketch in attached.items()}
+        proposal, contexts = logra.SketchSGD(attached, relative_step=1e-3).propose(), logra.Contexts.of_responses(*batch)
+        q[place] = [logra.predicted_kl(model, proposal, contexts, method) for method in ("jvp", "finite_difference")]
+    worst = max(float((S[device][n] - s).norm() / s.norm()) for n, s in S["cpu"].items())
+    return [row("linear attention, S: relative error against the CPU", worst, 1e-2),
+            row("linear attention, predicted KL: relative difference between its methods", abs(q[device][0] / q[device][1] - 1), 1e-2)]
 
 
 def receiver(config, device: str) -> list[dict]:

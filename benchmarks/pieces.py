@@ -104,7 +104,8 @@ def optimizers(config, device: str, ranks: list[int], with_others: bool) -> list
         for sketch in sketches.values():
             sketch.S_dr.copy_(torch.randn(sketch.S_dr.shape, generator=draw))
         optimizer = logra.RowAdam(sketches, relative_step=RELATIVE_STEP)
-        cases += [Case("RowAdam.propose", optimizer.propose, rank), Case("RowAdam.step", optimizer.step, rank, optimizer.propose, note="rounds and applies what was proposed")]
+        cases += [Case("RowAdam.propose", optimizer.propose, rank), Case("RowAdam.step", optimizer.step, rank, optimizer.propose, note="rounds and applies what was proposed"),
+                  Case("RowAdam, propose and step", lambda optimizer=optimizer: (optimizer.propose(), optimizer.step()) and None, rank)]
         _, _, adapters = under(base, NAMES, "lora", rank)
         cases.append(Case("AdamW (LoRA)", torch.optim.AdamW(adapters, lr=1e-6, weight_decay=0.0).step, rank, filled(adapters)))
     return cases + (_others(weights, max(ranks), fill) if with_others else [])

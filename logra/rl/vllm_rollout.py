@@ -42,7 +42,9 @@ class VLLM:
         self.stops = stop_tokens(self.tokenizer, transformers.GenerationConfig.from_pretrained(folder))
         blind = {"language_model_only": True} if hasattr(config, "vision_config") else {}     # a folder with a vision tower: it is not loaded
         self.llm = LLM(str(folder), **blind, dtype=dtype, skip_tokenizer_init=True, generation_config="vllm", enforce_eager=not torch.cuda.is_available(), seed=0, max_model_len=length,
-                       max_num_seqs=128, kv_cache_memory_bytes=int(cache_gib * (1 << 30)), block_size=_BLOCK, logprobs_mode="processed_logprobs", tensor_parallel_size=ranks,
+                       max_num_seqs=128, kv_cache_memory_bytes=int(cache_gib * (1 << 30)),
+                       gpu_memory_utilization=0.01,          # no bound where the cache's size is given, but this share of the card has to be free, also beside a trainer
+                       block_size=_BLOCK, logprobs_mode="processed_logprobs", tensor_parallel_size=ranks,
                        distributed_executor_backend="mp" if ranks > 1 else None,     # within Ray as well, where vLLM would choose Ray
                        worker_extension_cls=vllm_engine.EXTENSION, weight_transfer_config=WeightTransferConfig(backend=vllm_engine.BACKEND))
         self.llm.init_weight_transfer_engine({"init_info": {"mode": mode, "lost_on": "device"}})

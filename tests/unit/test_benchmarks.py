@@ -60,7 +60,7 @@ def test_the_other_methods_are_measured_or_said_to_be_missing(speed):
 def test_the_gpu_check_runs_without_a_gpu(tmp_path):
     run(tmp_path, "bash", BENCHMARKS / "gpu_check.sh", "--device", "cpu", "--small")
     result = json.loads((tmp_path / "gpu_check.json").read_text())
-    assert len(result["checks"]) >= 20 and sum("a run of one rank" in check["check"] for check in result["checks"]) == 5 and all(check["holds"] == "yes" for check in result["checks"]), result["checks"]
+    assert len(result["checks"]) >= 20 and sum("a run of one rank" in check["check"] for check in result["checks"]) == 6 and all(check["holds"] == "yes" for check in result["checks"]), result["checks"]
     assert {(row["model"], row["method"]) for row in result["memory"]} == {("tiny", method) for method in ("dense", "logra", "lora")}
     assert all(row["step"] == pytest.approx(row["simulated step"], rel=0.1) for row in result["memory"])
     assert {"dense", "logra", "lora"} <= {row["method"] for row in result["times"]} and not result["left out"]
