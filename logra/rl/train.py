@@ -186,7 +186,8 @@ def run(config: RunConfig, folder: Path, resume: bool = True, limit: Limit | Non
     if ranks.number == 0:
         write_whole(folder / "environment.json", json.dumps(_environment(config, folder, ranks.count, trainer.task), indent=1) + "\n")
     logs = Logs(config, folder, trainer.update) if shown and ranks.number == 0 else None
-    start, done, saved, longest = time.perf_counter(), trainer.update, trainer.update, 0.0
+    start, done, saved = time.perf_counter(), trainer.update, trainer.update
+    longest = max((row["total"] + row.get("evaluation", 0.0) for row in rows if row["kind"] == "timings"), default=0.0)     # of a resume: before its first update too
     with (log if ranks.number == 0 else Path(os.devnull)).open("a") as stream:
         def note(kind, row):
             rows.append({"kind": kind, **row})
@@ -198,23 +199,35 @@ def run(config: RunConfig, folder: Path, resume: bool = True, limit: Limit | Non
         def save():
             nonlocal saved
             if saved != trainer.update:
+                if ranks.number == 0:
+                    os.fsync(stream.fileno())               # a checkpoint counts only with the rows up to it, and rank 0 makes it count
                 checkpoints.save(trainer.update, trainer.state_dict())
                 saved = trainer.update
 
+        def stop_in_time():
+            if why := ranks.led(lambda: limit.reached(longest)):
+                save()
+                raise Stopped(stopping.GO_ON, why, trainer.update)
+
+        def evaluated():
+            began = time.perf_counter()
+            note("evaluation", trainer.evaluate())
+            return time.perf_counter() - began
+
         try:
             if not any(row["kind"] == "evaluation" for row in rows):
-                note("evaluation", trainer.evaluate())
+                stop_in_time()
+                longest = evaluated()
             while trainer.update < config.updates:
-                if why := ranks.led(lambda: limit.reached(longest)):
-                    save()
-                    raise Stopped(stopping.GO_ON, why, trainer.update)
+                stop_in_time()
                 began = time.perf_counter()
                 row = trainer.advance()
                 note("metrics", row)
-                note("timings", {"number": trainer.update, **trainer.seconds, **trainer.memory, "total": time.perf_counter() - began})    # `update` is a part's seconds
+                spent = {"number": trainer.update, **trainer.seconds, **trainer.memory, "total": time.perf_counter() - began}     # `update` is a part's seconds
                 due = trainer.update % config.evaluate_every == 0 and trainer.update >= config.evaluate_from
                 if due or trainer.update == config.updates:
-                    note("evaluation", trainer.evaluate())
+                    spent["evaluation"] = evaluated()       # beside the total, which is the update's
+                note("timings", spent)
                 if trainer.bad == stopping.BAD_IN_A_ROW:
                     if trainer.go_back():
                         save()
@@ -240,7 +253,7 @@ def run(config: RunConfig, folder: Path, resume: bool = True, limit: Limit | Non
             if logs is not None:
                 logs.close()
     checkpoints.wait()
-    ranks.led(lambda: _complete(folder, rows, log))
+    ranks.led(lambda: _complete(folder, rows, log, trainer.update))
     return folder
 
 
@@ -260,7 +273,8 @@ def _begun(config: RunConfig, folder: Path, resume: bool) -> bool:
     return False
 
 
-def _complete(folder: Path, rows: list[dict], log: Path) -> None:
+def _complete(folder: Path, rows: list[dict], log: Path, update: int) -> None:
+    _refuse_lost(rows, log, update)
     for kind, name in (("evaluation", "evaluations"), ("timings", "timings"), ("metrics", "metrics")):   # metrics last: it marks the record as whole
         frame = pd.DataFrame([row for row in rows if row["kind"] == kind]).drop(columns="kind")
         frame.to_parquet(folder / f".{name}.aside")
@@ -296,12 +310,32 @@ def _restore(trainer: Trainer, checkpoints: Checkpoints, log: Path) -> list[dict
         trainer.load_state_dict(state)
 
     def kept():
-        rows = [json.loads(line) for line in log.read_text().splitlines() if line.endswith("}")] if state is not None else []
-        rows = [row for row in rows if update_of(row["kind"], row) <= trainer.update]
-        log.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        log.touch()
+        rows, size = [], 0
+        for line in log.read_bytes().splitlines(keepends=True) if state is not None else ():
+            if not line.endswith(b"}\n"):                   # cut off
+                break
+            row = json.loads(line)
+            if update_of(row["kind"], row) > trainer.update:
+                break
+            rows.append(row)
+            size += len(line)
+        _refuse_lost(rows, log, trainer.update)
+        os.truncate(log, size)                              # what is kept is not written again: a kill here, or a full disk, loses none of it
         return rows
 
     return trainer.ranks.led(kept)
+
+
+def _refuse_lost(rows: list[dict], log: Path, update: int) -> None:
+    """Raises ValueError unless there is one row of metrics and one of timings for each update up to this one: a record with a gap must not pass for whole."""
+    for kind in ("metrics", "timings"):
+        found = [update_of(kind, row) for row in rows if row["kind"] == kind]
+        if found != list(range(1, update + 1)):
+            lost = sorted(set(range(1, update + 1)) - set(found))
+            what = f"lacks the {kind} of {len(lost)} updates, the first of them {lost[0]}" if lost else f"has {kind} of updates twice, or out of order"
+            raise ValueError(f"{log} {what}, and the run is at update {update}: remove from {log.with_name('checkpoint')} those of "
+                             f"{'that update and later' if lost else 'all updates'}; --resume then makes these updates again, from an earlier checkpoint or from the beginning")
 
 
 def _progress(row, trainer, left, rows) -> None:

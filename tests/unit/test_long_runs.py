@@ -3,7 +3,10 @@
 import json
 import math
 import os
+import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pandas as pd
@@ -66,6 +69,33 @@ def test_an_update_that_would_outlast_the_limit_is_not_begun():
     assert [stopping.seconds(text) for text in ("90", "3:50:00", "30:00", "1-02:03:04")] == [90, 13800, 1800, 93784]
     with pytest.raises(ValueError, match="no duration: wanted seconds, MM:SS"):
         stopping.seconds("3h")
+
+
+def test_what_a_run_took_before_it_was_stopped_bounds_its_first_update_after(folder, tmp_path, monkeypatch, handlers):
+    config = configured(folder, updates=6, checkpoint_every=2, evaluate_every=2)
+    progress, began = train._progress, []
+
+    def stop_at_the_second(row, *rest):
+        if row["update"] == 2:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        progress(row, *rest)
+
+    with monkeypatch.context() as stopped, pytest.raises(Stopped):
+        stopped.setattr(train, "_progress", stop_at_the_second)
+        run(config, tmp_path / "r", limit=Limit().listen())
+    log = tmp_path / "r" / "log.jsonl"
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    took = [row for row in rows if row["kind"] == "timings"]
+    assert [row.get("evaluation", 0) > 0 for row in took] == [False, True], "an evaluation's seconds stand beside the update's that it follows"
+    took[1]["evaluation"] = 1000.0
+    log.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr(Trainer, "advance", lambda trainer: began.append(trainer.update))
+    with pytest.raises(Stopped, match="no time for another update, of up to 100[0-9] s"):
+        run(config, tmp_path / "r", limit=Limit(900))
+    monkeypatch.setattr(Trainer, "evaluate", lambda trainer: began.append(trainer.update))
+    with pytest.raises(Stopped, match="no time for another update"):
+        run(config, tmp_path / "new", limit=Limit(0))
+    assert not began
 
 
 # numbers that are not finite ----------------------------------------------------------------------------------------------
@@ -155,6 +185,95 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatc
     before, after = seen[:seen.index("renamed")], seen[seen.index("renamed") + 1:]
     assert {"rest.pt", ".update-000001.aside"} <= set(before) and any(name.endswith(".distcp") for name in before)
     assert after == ["checkpoint"]
+
+
+KILLED_IN_A_RESUME = """
+import json, resource, signal, sys
+from pathlib import Path
+from logra.rl import train
+load = train.Trainer.load_state_dict
+def loaded(trainer, state):
+    load(trainer, state)
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)           # from here on the first byte that is written to a file ends the process
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+train.Trainer.load_state_dict = loaded
+train.run(train.RunConfig(**json.loads(Path(sys.argv[1]).read_text())), Path(sys.argv[2]))
+"""
+
+
+@pytest.fixture(scope="module")
+def halfway(folder, tmp_path_factory):
+    """A configuration, its run, and the same run as far as update 3, with a checkpoint of update 2."""
+    made, config = tmp_path_factory.mktemp("halfway"), configured(folder, updates=5, checkpoint_every=2, evaluate_every=2)
+
+    class Broken(Trainer):
+        def step(self):
+            if self.update == 3:
+                raise KeyboardInterrupt
+            return super().step()
+
+    run(config, made / "whole")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(train, "Trainer", Broken)
+        run(config, made / "cut")
+    return config, made / "whole", made / "cut"
+
+
+def test_a_kill_in_a_resume_at_the_first_byte_that_it_writes_loses_nothing(halfway, tmp_path):
+    config, whole, cut = halfway
+    shutil.copytree(cut, tmp_path / "cut")
+    with open(tmp_path / "cut" / "log.jsonl", "a") as log:
+        log.write('{"kind": "metrics", "upd')               # as an earlier kill leaves it
+    (tmp_path / "config.json").write_text(json.dumps(config.model_dump()))
+    killed = subprocess.run([sys.executable, "-c", KILLED_IN_A_RESUME, tmp_path / "config.json", tmp_path / "cut"], capture_output=True)
+    assert killed.returncode == -signal.SIGXFSZ, killed.stderr[-2000:]
+    run(config, tmp_path / "cut")
+    same_records(whole, tmp_path / "cut")
+
+
+@pytest.mark.parametrize("lost, why", [(lambda line: line["kind"] == "metrics" and line["update"] == 1, "lacks the metrics of 1 updates, the first of them 1"),
+                                       (lambda line: line["kind"] == "timings" and line["number"] == 2, "lacks the timings of 1 updates, the first of them 2"),
+                                       (lambda line: True, "lacks the metrics of 2 updates, the first of them 1")])
+def test_a_log_that_lost_rows_is_refused_until_the_checkpoints_after_them_are_removed(halfway, tmp_path, lost, why):
+    config, whole, cut = halfway
+    shutil.copytree(cut, tmp_path / "cut")
+    log = tmp_path / "cut" / "log.jsonl"
+    left = [line for line in log.read_text().splitlines(keepends=True) if not lost(json.loads(line))]
+    log.write_text("".join(left))
+    for _ in range(2):                                      # and is left as it was
+        with pytest.raises(ValueError, match=rf"log.jsonl {why}, and the run is at update 2: remove from .*checkpoint those of that update and later; --resume then"):
+            run(config, tmp_path / "cut")
+    assert log.read_text() == "".join(left)
+    shutil.rmtree(tmp_path / "cut" / "checkpoint" / "update-000002")
+    run(config, tmp_path / "cut")
+    same_records(whole, tmp_path / "cut")
+
+
+def test_a_record_with_a_gap_is_not_marked_as_whole(tmp_path):
+    rows = [{"kind": kind, "update": update, "number": update} for update in (3, 4) for kind in ("metrics", "timings")]
+    (tmp_path / "log.jsonl").touch()
+    with pytest.raises(ValueError, match="lacks the metrics of 2 updates, the first of them 1"):
+        train._complete(tmp_path, rows, tmp_path / "log.jsonl", 4)
+    assert [path.name for path in tmp_path.iterdir()] == ["log.jsonl"]
+
+
+def test_a_checkpoint_counts_only_with_the_rows_up_to_it_on_the_disk(folder, tmp_path, monkeypatch):
+    synced, fsync, save = [], os.fsync, Checkpoints.save
+
+    def noted(number):
+        path = Path(os.readlink(f"/proc/self/fd/{number}"))
+        if path.name == "log.jsonl":
+            synced.append([json.loads(line)["update"] for line in path.read_text().splitlines() if '"metrics"' in line])
+        fsync(number)
+
+    def saved(checkpoints, update, state):
+        assert synced[-1] == list(range(1, update + 1))
+        save(checkpoints, update, state)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(Checkpoints, "save", saved)
+    run(configured(folder, updates=4), tmp_path / "r")
+    assert len(synced) == 2
 
 
 def test_weights_that_are_to_be_kept_are_a_model_of_their_own(folder, tmp_path):
