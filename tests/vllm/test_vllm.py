@@ -16,6 +16,7 @@ import logra
 from logra import sync, wire
 from logra.rl.config import RunConfig
 from logra.rl.learner import load_base
+from logra.rl.loss import token_logprobs
 from logra.rl.placement import ROOT, Process, Synchronised, vllm_python
 from logra.rl.train import Trainer
 
@@ -40,6 +41,16 @@ def test_a_run_with_vllm_as_its_rollout_is_recorded_as_any_other(run):
     rows = run[1]
     assert [(row["rollout_version"], row["sync_version"], row["sync"], row["sync_equal"]) for row in rows] == [(0, 1, "update", True), (1, 2, "update", True)]
     assert all(abs(row["mismatch"]) < 0.1 for row in rows)  # bfloat16 against float32, sampled token by token
+
+
+def test_sampled_log_probabilities_are_those_of_the_policy_at_its_temperature(run):
+    trainer = run[0]
+    batch = trainer.rollout.generate(PROMPTS, 5, 10, 1.5)
+    with torch.no_grad():
+        ours, raw = (token_logprobs(trainer.model, batch.input_ids, batch.attention_mask, batch.response_mask, temperature) for temperature in (1.5, 1.0))
+    theirs = batch.logprobs[batch.response_mask]
+    apart = [float((theirs - x).abs().mean()) for x in (ours, raw)]
+    assert apart[0] < 0.05 and apart[0] < apart[1] / 4, apart
 
 
 def damaged(message):
