@@ -1,7 +1,7 @@
 """The runs of a real pretrained model, SmolLM2-135M-Instruct on `rl.chat`'s two tasks, that ext_real_model draws. Their settings stand here once.
 
     sizes = real_runs.sizes(updates=100, prompts=32, evaluate_every=10, evaluation_prompts=80, max_new_tokens=12)
-    swept, best = real_runs.sweep({"logra": [2e-3, 8e-3, 3.2e-2], "dense": [3e-6, 1e-5, 3e-5], "lora": [1e-4, 3e-4, 1e-3]}, updates=15, seed=7, sizes=sizes)
+    swept, best = real_runs.sweep({"logra": [2e-3, 8e-3, 3.2e-2, 1.28e-1], …}, updates=15, seed=7, sizes=sizes)
     made = real_runs.make(best, seeds=[1, 2], sizes=sizes)              # {"logra-64": [Run, Run], "logra-256": …, "dense": …, "lora": …}
 """
 
