@@ -25,7 +25,11 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _LINE = re.compile(r"\banswer[ \t*_]*:[ \t*_]*\n?([^\n]*)", re.IGNORECASE)
 _DOLLARS = re.compile(r"\A(?:\$+|\\\()\s*([^$]*?)\s*(?:\$+|\\\))\.?\Z", re.DOTALL)
 _WHOLE = re.compile(r"[+-]?[0-9]+")
-_BASE = re.compile(r"\d_\{?(\d+)\}?\s*$")
+_DRESS = re.compile(r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:bf|it|rm|sf|tt)|mbox|hbox|operatorname|rm|left|right)(?![A-Za-z])|\\[,;:! ]|[$~]")
+# a number of its own, in brackets or not (the 2 of x^2_1, x_2 and x2_1 is none), and what stands below it or is called its base
+_BASE = re.compile(r"(?:(?<![A-Za-z\d^_])(?<![\^_]\{)\d+|(?<![\^_])(?:\{[\d,. ]+\}|\([\d,. ]+\)))\s*(?:\{\}\s*)?"
+                   r"(?:_+(?:[{(][{(\s]*(?:base[\s{}()-]*)?([^{}()]*)|(\d+|[a-z]+|\S?))|[\s{}()]*(?:in\s+)?base[\s{}()-]*(\w+))", re.IGNORECASE)
+_SMALL = {ord(small): digit for small, digit in zip("₀₁₂₃₄₅₆₇₈₉", "0123456789")}
 
 
 def final_answer(response: str) -> str:
@@ -58,10 +62,17 @@ def math(response: str, problem) -> float:
         return 1.0
     if all(_WHOLE.fullmatch(text) for text in (given, wanted)):
         return float(_plain(given) == _plain(wanted))
-    bases = [_BASE.search(text) for text in (given, wanted)]
-    if all(bases) and bases[0][1] != bases[1][1]:           # math-verify drops the base
+    if not _bases(given) <= (_bases(wanted) or {"10"}):     # math-verify drops bases; an answer may leave them out
         return 0.0
     return equal(wanted, given)
+
+
+def _bases(answer: str) -> set[str]:
+    """The bases that an answer says its numbers are in: 8 of 2516_8, 2516_{(8)}, 2516₈ and "2516 (base 8)"; of a letter's index, none."""
+    plain = re.sub("[₀-₉]+", lambda found: "_" + found[0].translate(_SMALL), answer.replace(r"\textsubscript", "_"))
+    plain = re.sub(r"\s*([_^])\s*", r"\1", _DRESS.sub("", plain))
+    said = ("".join("".join(found.groups("")).lower().split()).rstrip(".") for found in _BASE.finditer(plain))
+    return {base for base in said if base}
 
 
 def _plain(number: str) -> str:
