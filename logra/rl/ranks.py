@@ -10,7 +10,10 @@ FSDP's collectives need the same forwards on every rank: a rank with fewer respo
 `Alone` is the same for one process without FSDP.
 """
 
+import ctypes
 import os
+import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -285,6 +288,8 @@ def launched() -> bool:
     """Whether torchrun started this process: then the process group is made, on the GPU of its local rank if there is one."""
     if not dist.is_torchelastic_launched():
         return False
+    if sys.platform == "linux":                             # PR_SET_PDEATHSIG: a rank that outlived a killed torchrun would write into the record that a resume goes on with
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=_PATIENCE)

@@ -9,6 +9,7 @@ import sys
 import time
 
 import pandas as pd
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -194,11 +195,10 @@ def test_a_killed_run_on_ranks_resumes_bit_for_bit_and_on_another_number_of_rank
     log, deadline = tmp_path / "cut" / "log.jsonl", time.time() + 120
     while (not log.exists() or log.read_text().count('"metrics"') < 5) and time.time() < deadline:
         time.sleep(0.01)
-    children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True).stdout.split()
-    for pid in (process.pid, *map(int, children)):
-        os.kill(pid, signal.SIGKILL)
+    children = psutil.Process(process.pid).children()
+    process.kill()                                          # torchrun alone: its ranks do not outlive it, else two runs would write one record
     assert process.wait() == -signal.SIGKILL, "the run ended before it was killed"
-    assert len(children) == 2 and any((tmp_path / "cut" / "checkpoint").glob("update-*"))
+    assert len(children) == 2 and not psutil.wait_procs(children, timeout=10)[1] and any((tmp_path / "cut" / "checkpoint").glob("update-*"))
     for ranks in (1, 3):
         shutil.copytree(tmp_path / "cut", tmp_path / f"on {ranks}")
     subprocess.run(command, check=True, capture_output=True, env=environment)
