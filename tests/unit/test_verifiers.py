@@ -1,9 +1,15 @@
 """A verifier credits the final answer alone, and knows equal answers in other writings from unequal ones."""
 
+import json
+import os
+import subprocess
+import sys
+
 import pytest
 
 from logra.rl import verifiers
 from logra.rl.pool import Unparsable
+from logra.rl.records import ROOT
 from logra.rl.tasks import Problem, task
 
 
@@ -72,3 +78,17 @@ def test_a_scorer_has_the_configuration_that_made_the_problem():
     for response in ("C3", "<answer>" + "C3" * 2001 + "</answer>"):
         with pytest.raises(Unparsable):
             verifiers.reasoning_gym(response, found)
+
+
+def test_reference_answers_are_judged_against_themselves_and_their_neighbours(tmp_path):
+    given = ["2516_8", "34", "34", r"\frac{1}{2}", "0.5", r"\text{"]      # of the last the box is never closed
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"answer": answer}) + "\n" for answer in given))
+    command = [sys.executable, ROOT / "benchmarks" / "reference_answers.py", tmp_path / "a.jsonl", "--out", tmp_path / "out.json"]
+    subprocess.run(command, check=True, capture_output=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["answers"] == 6 and found["command"] == f"python benchmarks/reference_answers.py a.jsonl --out {tmp_path / 'out.json'}"
+    for kind in ("against itself", "against itself, displayed"):
+        assert (found[kind]["credited"], found[kind]["rows not credited"], found[kind]["ended"]) == (5, [5], {"scored": 5, "unparsable": 1})
+    neighbour = found["against its neighbour"]
+    assert (neighbour["credited"], neighbour["of one text"]) == (2, 1)
+    assert neighbour["credited though of another text"] == [{"row": 3, "reference": r"\frac{1}{2}", "given": "0.5"}]
