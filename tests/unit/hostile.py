@@ -1,23 +1,24 @@
 """Answers that a verifier must survive: what a policy can write that hangs, kills or fools one.
 
     python tests/unit/hostile.py [ANSWERS] [SECONDS] [--out FILE]     judges 1,000 under a limit of 1 s, an honest one after every tenth: counts, rate, longest call
+
+A call that its alarm ends has run its last instruction when the kernel marks its process as exiting: that is its end here. What comes after is told apart: the
+memory is given back (a gigabyte takes a fifth of a second), the parent notices, another worker takes a call.
 """
 
 import argparse
 import json
 import os
 import platform
+import statistics
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
-
-import psutil
 
 from logra.rl import pool, verifiers
 from logra.rl.tasks import Problem
@@ -90,17 +91,55 @@ def timed(response: str, problem: Problem) -> float:
         own.with_suffix(".end").write_text(str(time.monotonic()))
 
 
-def _watch(folder: Path, ended: dict[str, float], stop: threading.Event) -> None:
-    """Notes when the worker of a call that never wrote an end was gone, to about 0.02 s."""
-    while not stop.wait(0.02):
-        for path in folder.iterdir():
-            if path.suffix or path.name in ended or path.with_suffix(".end").exists() or not (text := path.read_text()):
-                continue
-            begun, process = json.loads(text)
-            with suppress(psutil.NoSuchProcess):
-                if psutil.Process(process).status() != psutil.STATUS_ZOMBIE:
+class Watch(threading.Thread):
+    """Looks at the pool's workers every millisecond or two. For each process that ended: `alive`, when it was last seen to run, `exiting`, when it first was not,
+    and `gone`, when nothing was left of it but its exit code. Its end lies between the first two."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.exiting, self.gone, self.stop = {}, {}, {}, threading.Event()
+
+    def run(self):
+        while not self.stop.wait(0.001):
+            now = {worker.process.pid for worker in list(pool._held[1])} | self.alive.keys()
+            for pid in now - self.gone.keys():
+                before = time.monotonic()
+                try:
+                    state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+                except OSError:                             # its parent was faster
+                    state = ["Z"]
+                if state[0] != "Z" and not int(state[6]) & 4:       # PF_EXITING, which the kernel sets before it gives the memory back
+                    self.alive[pid] = before
                     continue
-            ended[path.name] = time.monotonic()
+                self.exiting.setdefault(pid, time.monotonic())
+                if state[0] == "Z":
+                    self.gone[pid] = time.monotonic()
+
+
+class Timed(pool.Worker):
+    """A worker that notes when the parent noticed its end, and when a call is given to the one in its place."""
+
+    noticed: dict[int, float] = {}
+    replaced: dict[int, float] = {}
+    last: int | None = None                                 # whose place the next one takes
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.place, Timed.last = Timed.last, None
+
+    def end(self):
+        Timed.last = self.process.pid
+        self.noticed[Timed.last] = time.monotonic()
+        return super().end()
+
+    def give(self, *arguments):
+        if self.place is not None:
+            self.replaced.setdefault(self.place, time.monotonic())
+        super().give(*arguments)
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    return {"median": round(statistics.median(values), 3), "at most": round(max(values), 3)} if values else {}
 
 
 def main(count: int = 1000, limit: float = 1.0) -> dict:
@@ -111,28 +150,38 @@ def main(count: int = 1000, limit: float = 1.0) -> dict:
         for number, (_, response) in enumerate(given):
             calls.append((timed, response, Problem("p", references[number % 4], "hostile", number, {"folder": folder})))
             calls += [(verifiers.math, r"\boxed{0.5}", honest)] * (number % 10 == 9)
+        pool.close()
+        plain, pool.Worker = pool.Worker, Timed
         pool.verdicts([(verifiers.math, "", honest)], limit)             # starts the workers
-        ended, stop = {}, threading.Event()
-        watcher = threading.Thread(target=_watch, args=(Path(folder), ended, stop))
-        watcher.start()
+        watch = Watch()
+        watch.start()
         start = time.perf_counter()
         found = pool.verdicts(calls, limit)
         seconds = time.perf_counter() - start
         time.sleep(0.2)
-        stop.set()
-        watcher.join()
-        longest, unknown = (0.0, ""), []
+        watch.stop.set()
+        watch.join()
+        pool.Worker = plain
+        longest, unknown, ended = (0.0, ""), [], []
         for number, (kind, _) in enumerate(given):
             own, end = Path(folder, str(number)), Path(folder, f"{number}.end")
-            end = float(end.read_text()) if end.exists() else ended.get(str(number))
-            if end is None or not own.exists():
+            begun, pid = json.loads(own.read_text()) if own.exists() else (None, None)
+            if begun is None or not end.exists() and pid not in watch.exiting:
                 unknown.append(number)
-            else:
-                longest = max(longest, (round(end - json.loads(own.read_text())[0], 2), kind))
+                continue
+            if not end.exists():
+                ended.append((begun, pid))
+            longest = max(longest, (round((float(end.read_text()) if end.exists() else watch.exiting[pid]) - begun, 3), kind))
     hostile = [verdict for call, verdict in zip(calls, found) if call[0] is timed]
     return {"hostile": dict(Counter(verdict.kind for verdict in hostile)), "credited": [given[i][1][:60] for i, verdict in enumerate(hostile) if verdict.value],
             "honest right": sum(verdict.value for call, verdict in zip(calls, found) if call[0] is not timed), "honest": len(calls) - count,
             "seconds": round(seconds, 1), "per second": round(len(calls) / seconds, 2), "longest call": longest, "calls without a known end": unknown,
+            "calls ended by their alarm": len(ended),
+            "seconds from the limit to the end": _spread([watch.exiting[pid] - begun - limit for begun, pid in ended]),
+            "seconds in which that end was not seen": _spread([watch.exiting[pid] - watch.alive[pid] for _, pid in ended if pid in watch.alive]),
+            "seconds from the end until the memory was back": _spread([watch.gone[pid] - watch.exiting[pid] for _, pid in ended if pid in watch.gone]),
+            "seconds from the end until the parent noticed": _spread([Timed.noticed[pid] - watch.exiting[pid] for _, pid in ended if pid in Timed.noticed]),
+            "seconds from there until another worker had a call": _spread([Timed.replaced[pid] - Timed.noticed[pid] for _, pid in ended if pid in Timed.replaced]),
             "workers alive": sum(worker.process.is_alive() for worker in pool._held[1]), "limit": limit}
 
 

@@ -12,6 +12,7 @@ import time
 import psutil
 import pytest
 
+import hostile
 from hostile import answers
 
 from logra.rl import pool, rewards, verifiers
@@ -171,6 +172,15 @@ def test_hostile_answers_lose_no_worker_and_no_honest_answer():
     assert time.perf_counter() - start < pool._START + 66 * (LIMIT + pool._GRACE), "the limit did not hold"
     assert len(pool._held[1]) == min(pool.cores(), pool._WORKERS) and all(worker.process.is_alive() for worker in pool._held[1])
     assert not [child for child in psutil.Process().children(recursive=True) if child.status() == psutil.STATUS_ZOMBIE]
+
+
+def test_the_end_of_a_call_is_told_apart_from_what_its_process_and_parent_need_afterwards():
+    found = hostile.main(33, LIMIT / 2)                     # one of each kind
+    assert pool.Worker is not hostile.Timed and found["calls without a known end"] == [] and found["honest right"] == found["honest"] == 3
+    assert found["calls ended by their alarm"] == found["hostile"]["timed out"] > 0
+    late, noticed = found["seconds from the limit to the end"], found["seconds from the end until the parent noticed"]
+    assert -0.05 < late["median"] <= late["at most"] < LIMIT / 2, "the limit did not hold"
+    assert noticed["at most"] > 0 and found["seconds from there until another worker had a call"]["median"] > 0
 
 
 def test_a_task_without_a_judge_stays_in_this_process(monkeypatch):
