@@ -8,15 +8,19 @@ from processes import on_ranks
 import logra
 from logra.shards import RowShards
 
-RANK, UPDATES = 16, 3
+UPDATES = 3
+UP, KEYS = "model.layers.0.mlp.up_proj", "model.layers.0.self_attn.k_proj"
+# ranks -> the sketches' rank, the model's shape, and how the rows of two matrices lie: 50 of them, and the keys', of which the last of four ranks has none
+SHAPES = {2: (16, {}, (25, 25), (24, 24)), 3: (16, {}, (17, 17, 16), (16, 16, 16)), 4: (4, dict(head_dim=6, num_key_value_heads=1), (13, 13, 13, 11), (2, 2, 2, 0))}
 
 
-def model():
-    return models.llama(intermediate_size=50, num_hidden_layers=1)      # 48 rows and 50: 16 + 16 + 16, and 17 + 17 + 16, over three ranks
+def attached(ranks):
+    rank, shape, _, _ = SHAPES[ranks]
+    return logra.attach(models.llama(intermediate_size=50, num_hidden_layers=1, **shape), rank)
 
 
 def batches(update):
-    return models.ids(6, 9, seed=update).split(1)
+    return models.ids(12, 9, seed=update).split(1)          # as many on each of 2, 3 or 4 ranks
 
 
 def train(sketches, optimizer, mine):
@@ -33,7 +37,7 @@ def train(sketches, optimizer, mine):
 
 
 def on_a_rank(number, ranks, kind):
-    sketches = logra.attach(model(), RANK)
+    sketches = attached(ranks)
     sketches.shards = RowShards()
     optimizer = getattr(logra, kind)(sketches, relative_step=1e-2, bits=16)
     result = train(sketches, optimizer, lambda update: batches(update)[number::ranks])
@@ -46,9 +50,9 @@ def on_a_rank(number, ranks, kind):
     return result, {name: S_dr.shape[0] for name, S_dr in rows.items()}, whole, state
 
 
-@pytest.mark.parametrize("ranks, kind", [(2, "SketchSGD"), (3, "RowAdam")])
+@pytest.mark.parametrize("ranks, kind", [(2, "SketchSGD"), (3, "RowAdam"), (4, "RowAdam"), (4, "SketchSGD")])
 def test_ranks_that_hold_rows_train_as_one_that_holds_all(ranks, kind, tmp_path):
-    sketches = logra.attach(model(), RANK)
+    sketches = attached(ranks)
     weights, factors, q = train(sketches, getattr(logra, kind)(sketches, relative_step=1e-2, bits=16), batches)
     found = on_ranks(on_a_rank, ranks, tmp_path, kind)
     for (ours, factor, our_q), rows, whole, state in found:
@@ -58,7 +62,7 @@ def test_ranks_that_hold_rows_train_as_one_that_holds_all(ranks, kind, tmp_path)
             torch.testing.assert_close(whole[name], sketch.S_dr, rtol=1e-4, atol=1e-5 * float(sketch.S_dr.abs().max()))
             assert torch.equal(ours[name], found[0][0][0][name]) and torch.equal(factor[name], found[0][0][1][name])     # all ranks alike, to the bit
             assert kind == "SketchSGD" or state[name] == rows[name]
-    assert {tuple(rows["model.layers.0.mlp.up_proj"] for _, rows, _, _ in found)} == {(25, 25) if ranks == 2 else (17, 17, 16)}
+    assert [tuple(rows[name] for _, rows, _, _ in found) for name in (UP, KEYS)] == list(SHAPES[ranks][2:])
 
 
 @pytest.mark.parametrize("d", [1, 5, 14, 16])
