@@ -3,7 +3,8 @@
     tensorboard --logdir records/tensorboard                   all runs of a folder of records beside each other
     WANDB_PROJECT=logra python -m logra.rl.train ...            WANDB_MODE=offline and the rest as W&B reads them
 
-Names are those of the RL libraries' (verl's) where there is one. Nothing of a run depends on what is written here.
+Names are those of the RL libraries' (verl's) where there is one. Nothing of a run depends on what is written here. After a resume, updates that are made
+again replace what TensorBoard had of them; W&B, whose history only grows, shows both rows at the same update.
 """
 
 import importlib.util
@@ -20,8 +21,9 @@ NAMES = {
         "truncated": "response_length/clip_ratio", "tokens": "perf/total_num_tokens", "skipped": "training/skipped_updates", "sketch_norm": "logra/sketch_norm",
         "alpha": "logra/alpha", "budget": "logra/kl_budget", "kappa": "logra/kappa"},
     "evaluation": {"pass_at_1": "val/mean@k", "pass_at_k": "val/pass@k", "score": "val/score/mean"},
-    "timings": {"rollout": "timing_s/gen", "train": "timing_s/update_actor", "probe": "timing_s/kl_probe", "update": "timing_s/update_weights",
-                "sync": "timing_s/sync_weights", "total": "timing_s/step", "peak_gib": "perf/max_memory_allocated_gb"},
+    "timings": {"rollout": "timing_s/gen", "train": "timing_s/update_actor", "probe": "timing_s/kl_probe", "update": "timing_s/optimizer_step",
+                "sync": "timing_s/update_weights", "evaluation": "timing_s/testing", "total": "timing_s/step",     # verl's update_weights: the trainer's to the rollout
+                 "peak_gib": "perf/max_memory_allocated_gb"},
 }
 _GROUP = {"metrics": "training", "evaluation": "val", "timings": "timing_s"}
 
@@ -38,7 +40,7 @@ def named(kind: str, row: dict) -> dict[str, float]:
 
 
 class Logs:
-    """Where one run's rows go. folder: its record's. update: how far it is, so that rows made again replace what was shown of them."""
+    """Where one run's rows go. folder: its record's. update: how far it is, so that TensorBoard drops what it had of later ones."""
 
     def __init__(self, config: RunConfig, folder: Path, update: int = 0):
         self.board = self.wandb = None
@@ -53,6 +55,8 @@ class Logs:
             import wandb
 
             self.wandb = wandb.init(name=folder.name, id=folder.name, resume="allow", config=config.model_dump(mode="json"), dir=folder.parent)
+            self.wandb.define_metric("update")              # the axis of all curves: W&B's own step counts rows, of which an update has two or three
+            self.wandb.define_metric("*", step_metric="update")
 
     def __call__(self, kind: str, row: dict) -> None:
         update, shown = update_of(kind, row), named(kind, row)

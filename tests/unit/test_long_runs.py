@@ -322,10 +322,10 @@ def test_ranks_skip_together_and_weights_on_the_cpu_train_to_the_same_bits(folde
 
 def test_each_number_of_a_run_has_one_name_and_a_part_of_an_update_is_not_taken_for_its_reward():
     metrics = logs.named("metrics", {"update": 3, "reward": 0.5, "loss": 0.1, "alpha": 2.0, "unknown": 1, "sync": "full"})
-    timings = logs.named("timings", {"number": 3, "reward": 7.0, "rollout": 1.0, "update": 2.0, "total": 9.0})
+    timings = logs.named("timings", {"number": 3, "reward": 7.0, "rollout": 1.0, "update": 2.0, "sync": 3.0, "total": 9.0})
     evaluation = logs.named("evaluation", {"update": 3, "pass_at_1": 0.25, "length": 12.0})
     assert metrics == {"critic/rewards/mean": 0.5, "actor/pg_loss": 0.1, "logra/alpha": 2.0, "training/unknown": 1.0}
-    assert timings == {"timing_s/reward": 7.0, "timing_s/gen": 1.0, "timing_s/update_weights": 2.0, "timing_s/step": 9.0}
+    assert timings == {"timing_s/reward": 7.0, "timing_s/gen": 1.0, "timing_s/optimizer_step": 2.0, "timing_s/update_weights": 3.0, "timing_s/step": 9.0}
     assert evaluation == {"val/mean@k": 0.25, "val/length": 12.0}
 
 
@@ -345,6 +345,8 @@ def test_a_run_is_shown_in_tensorboard_and_its_record_does_not_change(folder, tm
 
 def test_a_run_is_shown_in_wandb_where_that_is_installed_and_its_record_does_not_change(folder, tmp_path, monkeypatch):
     pytest.importorskip("wandb")
+    from wandb.proto.wandb_internal_pb2 import MetricRecord
+
     config = configured(folder, updates=3)
     run(config, tmp_path / "quiet")
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -354,3 +356,5 @@ def test_a_run_is_shown_in_wandb_where_that_is_installed_and_its_record_does_not
     (written,) = tmp_path.glob("wandb/offline-run-*/run-shown.wandb")
     held = written.read_bytes()
     assert all(name.encode() in held for name in ("critic/rewards/mean", "actor/pg_loss", "val/mean@k", "timing_s/step", "logra/alpha"))
+    axis = MetricRecord(glob_name="*", step_metric="update").SerializeToString()
+    assert axis in held, "a curve's axis is the update, not the number of rows"
