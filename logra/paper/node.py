@@ -80,6 +80,10 @@ def check(runs: list[Planned]) -> None:
     if any(_model_type(run) == "qwen3_5" for run in runs) and importlib.util.find_spec("fla") is None:
         print("reproduce: fla is wanted for qwen3_5 (pip install flash-linear-attention, into .venv): without it linear attention is trained by transformers' plain "
               "code, which is more than ten times slower", file=sys.stderr)
+    memory, largest = psutil.virtual_memory().total / GIB, max(runs, key=lambda run: run.host_gib)
+    if memory < largest.host_gib:
+        wrong.append(f"this machine has {memory:,.0f} GiB of memory, and {largest.name} needs {largest.host_gib:,.0f} beside its GPUs: each of {machine.training_gpus} training ranks "
+                     "reads the whole model in float32 before it keeps its share: take a node with more, or fewer training_gpus")
     records_root().mkdir(parents=True, exist_ok=True)
     free, most = shutil.disk_usage(records_root()).free / GIB, max(run.disk_gib for run in runs)
     if free < most:
@@ -138,7 +142,11 @@ def make(runs: list[Planned], wall_clock: float | None, console: Console) -> int
                     console.print(f"cached     {run.name}", highlight=False)
                     continue
                 left = None if until is None else until - time.monotonic()
-                if heard or left is not None and left <= 0:
+                if heard:
+                    return stopping.GO_ON
+                if left is not None and left <= (one := 3600 * run.hours / run.config.updates):
+                    console.print(f"stopped    {run.name} is not begun: {max(left, 0):.0f} s are left, and an update takes {one:.0f} at the paper's printed rate; "
+                                  "the same command goes on from there", highlight=False, soft_wrap=True)
                     return stopping.GO_ON
                 folder.mkdir(parents=True, exist_ok=True)
                 config = ROOT / "build" / "plan" / f"{folder.name}.json"

@@ -96,6 +96,15 @@ class Planned:
         return bfloat16 / config.engine_ranks * (1 + twice) + config.engine_cache_gib + 4.0
 
     @property
+    def host_gib(self) -> float:
+        """What the node's own memory has to hold: each training rank reads the whole model in float32 before it is sharded, and a message of full
+        weights lies in rank 0's. Engines' processes are not in it."""
+        config, gpus = self.config, self.machine.training_gpus
+        whole = self.ledger["phases"]["train"][Category.WEIGHTS.value] * gpus
+        message = 0.0 if config.sync == "none" else whole / 2 if config.sync == "full" else whole      # bfloat16, or float32
+        return gpus * whole + message
+
+    @property
     def fits(self) -> bool:
         return max(self.needs_gib, self.engine_gib) <= self.machine.card_gib
 
@@ -149,7 +158,7 @@ class Planned:
         rate, source = self.rate
         return {"name": self.name, "for": self.title, "record": self.config.record, "updates": self.config.updates,
                 "updates_per_hour": rate, "rate_from": source, "hours": self.hours, "gpu_hours": self.gpu_hours, "disk_gib": self.disk_gib,
-                "needs_gib": self.needs_gib, "engine_gib": self.engine_gib, "card_gib": self.machine.card_gib, "fits": self.fits, **self.paper, "config": self.config.model_dump(mode="json", exclude_defaults=True)}
+                "needs_gib": self.needs_gib, "engine_gib": self.engine_gib, "host_gib": self.host_gib, "card_gib": self.machine.card_gib, "fits": self.fits, **self.paper, "config": self.config.model_dump(mode="json", exclude_defaults=True)}
 
     def refusal(self) -> str:
         """Why it cannot be run on these cards; empty where it can."""
@@ -248,7 +257,8 @@ def show(runs: list[Planned], console) -> None:
     console.print(table)
     kept = [run for run in runs if run.fits]
     console.print(f"{len(kept)} runs, {sum(run.gpu_hours for run in kept):,.0f} GPU-hours, {sum(run.hours for run in kept) / 24:.1f} days on one node, at the paper's printed rates (none is measured here); "
-                  f"{max((run.disk_gib for run in kept), default=0):,.0f} GiB of disk for the largest, checkpoints are deleted at a run's end.", highlight=False, soft_wrap=True)
+                  f"{max((run.disk_gib for run in kept), default=0):,.0f} GiB of disk for the largest, checkpoints are deleted at a run's end; "
+                  f"{max((run.host_gib for run in kept), default=0):,.0f} GiB of the node's own memory for the largest, as its ranks read the model.", highlight=False, soft_wrap=True)
     for source in dict.fromkeys(run.rate[1] for run in kept):
         of = dict.fromkeys(run.title for run in kept if run.rate[1] == source)
         console.print(f"Updates an hour of {'; '.join(of)}: {source}.", highlight=False, soft_wrap=True)

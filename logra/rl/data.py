@@ -30,6 +30,7 @@ from logra.rl.tasks import Problem, Split, check
 DAPO = "hf://datasets/BytedTsinghua-SIA/DAPO-Math-17k/data/dapo-math-17k.parquet"
 MATH500 = "hf://datasets/HuggingFaceH4/MATH-500@6e4ed1a2a79af7d8630a6b768ec859cb5af4d3be/test.jsonl"
 GSM8K = "hf://datasets/openai/gsm8k/main/{}-00000-of-00001.parquet"
+MIXTURE = 38_948, 193                                       # problems of Table 3's mixture
 UNIQUE = 7500                                               # prompts of DAPO-Math-7.5K
 BEFORE = ("Solve the following math problem step by step. The last line of your response should be of the form Answer: $Answer (without quotes) "
           "where $Answer is the answer to the problem.\n\n")
@@ -195,10 +196,14 @@ def jsonl(train: str, evaluation: str, verifier: str = "math", seed: int = 0) ->
 def reasoning_gym_hard(seed: int = 0) -> Questions:
     """Table 3's mixture (C.2): generated once on this machine (`table3.problems`); the package's own sentence asks for answer tags.
 
-    The paper evaluates it with evaluation_samples 1, evaluation_top_p 0.95, evaluation_prompts 193, and reports `macro`."""
+    The paper evaluates it with evaluation_samples 1, evaluation_top_p 0.95, evaluation_prompts 193, and reports `macro`.
+    Raises ValueError for other than its counts: another version of the package, or of what codeio's programs compute with, makes other problems."""
     from logra.rl import table3
 
     found = table3.problems()
+    if (made := tuple(len(found[split]) for split in ("train", "evaluation"))) != MIXTURE:
+        raise ValueError(f"the mixture has {made[0]:,} training and {made[1]:,} evaluation problems here, Table 3's has {MIXTURE[0]:,} and {MIXTURE[1]:,}: install the versions of "
+                         "requirements/, remove the folders reasoning-gym-hard-* of the records, and generate it again")
     return Questions("reasoning_gym_hard", found["train"], found["evaluation"], seed)
 
 

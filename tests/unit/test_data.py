@@ -112,6 +112,21 @@ def test_a_file_or_verifier_that_will_not_do(tmp_path, rows, settings, message):
         task("jsonl", train=path, evaluation=path, verifier="no_such_module:score")
 
 
+def test_table_3s_mixture_is_refused_with_other_counts_than_its(monkeypatch):
+    from logra.rl import table3
+
+    def generated(train, evaluation):
+        problem = Problem("p", "a", "codeio", 0, {}, verifiers.reasoning_gym)
+        monkeypatch.setattr(table3, "problems", lambda: {"train": [problem] * train, "evaluation": [problem] * evaluation})
+
+    generated(38_948, 193)
+    assert task("reasoning_gym_hard").size("train") == 38_948
+    for counts in ((38_947, 193), (38_948, 192)):
+        generated(*counts)
+        with pytest.raises(ValueError, match=rf"has {counts[0]:,} training and {counts[1]} evaluation problems here, Table 3's has 38,948 and 193"):
+            task("reasoning_gym_hard")
+
+
 def test_overlap_sees_through_template_and_typesetting():
     def of(*texts):
         return [Problem(data.BEFORE + text, "", "t", i, {"problem": text}) for i, text in enumerate(texts)]

@@ -130,6 +130,16 @@ def test_numbers_that_are_not_finite_have_an_exit_code_of_their_own(tmp_path, mo
     assert node.make(runs, None, Console(quiet=True)) == end
 
 
+def test_a_run_is_not_begun_in_less_time_than_one_of_its_updates_takes(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("LOGRA_RECORDS", str(tmp_path))
+    begun = []
+    monkeypatch.setattr(node, "command", lambda run, config, folder, left: begun.append(run.name) or [sys.executable, "-c", ""])
+    runs = [SimpleNamespace(name=name, hours=1.0, config=SimpleNamespace(record=name, updates=updates, model_dump=lambda mode: {})) for name, updates in (("short", 36), ("long", 2))]
+    assert node.make(runs, 1000, Console(width=200)) == 75 and begun == ["short"]
+    assert "long is not begun: " in (said := capsys.readouterr().out) and "an update takes 1800 at the paper's printed rate" in said
+    assert node.make(runs, 2000, Console(quiet=True)) == 0 and begun == ["short", "short", "long"]
+
+
 def test_two_nodes_agents_make_one_run(folder, tmp_path):
     config, made = configured(folder, updates=1, prompts=4, evaluate_every=1), tmp_path / "made"
     (tmp_path / "run.json").write_text(json.dumps(config.model_dump(mode="json")))

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -82,6 +83,20 @@ def test_an_engine_that_does_not_fit_its_card_is_refused_before_a_gpu_is_touched
     assert not refused.fits and refused.hours == 0 and "GiB on each generating GPU, 40 of them for keys and values, and a card of 80 GB has 74.5" in refused.refusal()
 
 
+def test_a_node_without_the_memory_to_read_the_model_on_every_rank_is_refused(runs, monkeypatch):
+    run, large = runs["main-1.5b-logra-seed1"], runs["main-27b-logra-seed1"]
+    weights = 1.54e9 * 4 / 2 ** 30
+    assert run.host_gib == pytest.approx(4 * weights + weights / 2, rel=0.02)           # four ranks, and a message in bfloat16
+    changed = lambda **changes: replace(run, config=run.config.model_copy(update=changes)).host_gib  # noqa: E731
+    assert changed(sync="exact") == pytest.approx(5 * weights, rel=0.02) and changed(sync="none") == pytest.approx(4 * weights, rel=0.02)
+    assert run.as_row()["host_gib"] == run.host_gib
+    for total, refused in ((int(large.host_gib * 2 ** 30) - 1, True), (int(large.host_gib * 2 ** 30) + 1, False)):
+        monkeypatch.setattr(node.psutil, "virtual_memory", lambda: SimpleNamespace(total=total))
+        with pytest.raises(ProfileError) as wrong:          # of the GPUs, which are not here
+            node.check([run, large])
+        assert (f"main-27b-logra-seed1 needs {large.host_gib:,.0f} beside its GPUs: each of 4 training ranks reads the whole model" in str(wrong.value)) == refused
+
+
 def test_hours_come_from_printed_rates_and_say_so(runs):
     assert runs["main-7b-dense-seed1"].rate == (25.28, "Table 1") and runs["main-7b-dense-seed1"].gpu_hours == pytest.approx(300 / 25.28 * 8)
     rate, source = runs["lora-1.5b-seed1"].rate
@@ -116,6 +131,7 @@ def test_a_table_shows_every_run_and_what_it_comes_to(runs, capsys):
     plan.show(list(runs.values()), Console(width=250))
     shown = capsys.readouterr().out
     assert all(name in shown for name in runs) and "40 runs" in shown and "GPU-hours" in shown
+    assert f"{max(run.host_gib for run in runs.values() if run.fits):,.0f} GiB of the node's own memory" in shown
 
 
 @pytest.mark.parametrize("text, message", [
