@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 4 -m logra.rl.train CONFIG.yaml ...       the same over N ranks: see `rl.ranks`
 
 A run's folder holds config.json, environment.json, metrics.parquet and timings.parquet (one row an update; the latter with `peak_gib`, the most
-that a training GPU had allocated in its training call), evaluations.parquet;
+that a training GPU had allocated in its training call, and `evaluation`, the seconds of one that followed), evaluations.parquet;
 while it runs, log.jsonl, and checkpoints (`rl.checkpoint`) from which --resume goes on bit for bit, or on another number of ranks. --wall-clock,
 SIGTERM and SIGUSR1 end it with a checkpoint (`rl.stopping` has the exit codes). `rl.logs` shows it while it runs.
 """
