@@ -73,7 +73,7 @@ class Planned:
         if config.method == "logra":
             at_once = min(config.micro_batch, -(-config.probe_responses // gpus))
             setting = Setting(rank=config.rank, share_inputs=config.share_inputs, selective=config.checkpoint_projections, sharded_sketches=config.sharded_sketches,
-                              probe=config.probe, probe_tokens=config.context, probe_responses=at_once, **common)
+                              probe=config.probe, probe_tokens=config.probe_tokens or config.context, probe_responses=at_once, **common)
         else:                                               # the paper's stack, whose whole logits are more than this code's chunks
             setting = replace(PAPER, rank=config.rank, **common)
         return simulated.ledger(Path(config.model).name, setting)
