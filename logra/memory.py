@@ -93,12 +93,19 @@ def simulate(config, setting: Setting, whole: bool = False) -> Ledger:
     A decoder's layers are alike, and so are the bytes that each adds to a peak: two shallow models are run, and the line through them
     read at the true depth. `whole` runs all layers, with the same result and a trace. Raises RuntimeError inside a process group.
     """
+    def peaks(layers):
+        return Ledger.of(setting, _trace(_shortened(config, layers), setting)).peaks
+
     period = _period(config)
     shallow = -(-_SHALLOW // period) * period
-    deeper = shallow + period
-    if whole or config.num_hidden_layers <= deeper:
+    if whole or config.num_hidden_layers <= shallow + period:
         return Ledger.of(setting, _trace(config, setting))
-    first, second = (Ledger.of(setting, _trace(_shortened(config, layers), setting)).peaks for layers in (shallow, deeper))
+    first, second = peaks(shallow), peaks(shallow + period)
+    while any(second[phase][Category.GATHERED.value] < size[Category.GATHERED.value] for phase, size in first.items()):
+        shallow += period                                   # fewer weights are gathered at the deeper peak: it is another moment, and no line joins the two
+        if config.num_hidden_layers <= shallow + period:
+            return Ledger.of(setting, _trace(config, setting))
+        first, second = second, peaks(shallow + period)
     more = (config.num_hidden_layers - shallow) // period
     return Ledger(setting, {phase: {name: size + more * (second[phase][name] - size) for name, size in sizes.items()} for phase, sizes in first.items()}, [])
 
@@ -233,6 +240,10 @@ def _print(name: str, ledger: Ledger, card: float) -> None:
     where = max(phases, key=ledger.peak)
     console.print(f"It {'fits' if peak <= card else 'does not fit'} a card of {card / 1e9:g} GB ({card / GIB:.1f} GiB): the peak, {peak / GIB:.2f} GiB, lies in {where}; "
                   f"{abs(card - peak) / GIB:.2f} GiB are {'left' if peak <= card else 'missing'}. CUDA's context, workspaces and fragmentation are not in it.", highlight=False)
+    if setting.gpus > 1:
+        apart = "gathered for its own use" if setting.split_embedding else "gathered with the head, through all of the step (for its own use, as in a run: --split-embedding)"
+        console.print(f"Weights are gathered in {setting.gathered} (a run gathers them in float32 unless it says gathered: bfloat16; here: --gathered); "
+                      f"an embedding that is not the head's is {apart}.", highlight=False)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,10 @@ from enum import Enum
 
 GIB = 2 ** 30
 METHODS = ("dense", "logra", "lora")
-LOSSES = ("chunked", "in_place", "whole")
+LOSSES = ("chunked", "in_place", "whole", "kept")
 PHASES = ("train", "probe", "update")
 PROBES = ("jvp", "finite_difference", "none")
+GATHERED = ("bfloat16", "float32")
 
 
 @dataclass(frozen=True)
@@ -15,10 +16,13 @@ class Setting:
     """What a step is run with; the defaults are the paper's sizes with this library's code.
 
     method: dense (AdamW on the matrices that LoGRA sketches), logra (RowAdam) or lora (AdamW on adapters of the same matrices).
-    rank; gpus: over which FSDP2 shards fp32 weights, gathered in bfloat16 (one GPU: plain fp32 weights and autocast).
+    rank; gpus: over which FSDP2 shards fp32 weights (one GPU: plain fp32 weights and autocast).
+    gathered: over several GPUs, the weights' type where a layer is computed: bfloat16, or float32, a run's default (`logra.rl.config`): backward then under
+        autocast, the probe in float32 throughout.
     context: tokens of a response with its prompt; micro_batch: responses in a forward, on each GPU.
     checkpointing: of every decoder layer. loss: how log-probabilities are made of logits, a layout of memory and nothing else:
-        chunked (`logra.logprobs`, as the trainer does), in_place (whole fp32 logits beside bfloat16 ones, their gradient written over them), whole (log_softmax in fp32).
+        chunked (`logra.logprobs`, as the trainer does), in_place (whole fp32 logits beside bfloat16 ones, their gradient written over them), whole (log_softmax in fp32),
+        kept (the same, both kinds of logits referenced until backward is over).
     probe, probe_tokens, probe_responses: the predicted-KL probe's way, and its batch on a GPU. attention, probe_attention: of Hugging Face.
     trainable: of dense, selected (those matrices) or all weights. keep_projections: A of every matrix stays in memory. resident_factor: a second d × r buffer a matrix stays in memory.
     sharded_sketches: S is reduced to row shards as backward makes it (`logra.RowShards`). share_inputs: matrices that read the same input share A. split_embedding: an
@@ -44,9 +48,10 @@ class Setting:
     share_inputs: bool = False
     split_embedding: bool = False
     selective: bool = False
+    gathered: str = "bfloat16"
 
     def __post_init__(self):
-        for field, known in (("method", METHODS), ("loss", LOSSES), ("probe", PROBES), ("trainable", ("selected", "all"))):
+        for field, known in (("method", METHODS), ("loss", LOSSES), ("probe", PROBES), ("gathered", GATHERED), ("trainable", ("selected", "all"))):
             if getattr(self, field) not in known:
                 raise ValueError(f"{field} is one of {', '.join(known)}, but it is {getattr(self, field)!r}")
         for field in ("rank", "gpus", "context", "micro_batch", "probe_tokens", "probe_responses"):

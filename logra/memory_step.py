@@ -54,7 +54,7 @@ class Step(nn.Module):
             kept = {"context_fn": keep_projections} if setting.selective else {}
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, **kept})
         if mesh is not None:
-            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if setting.gathered == "bfloat16" else None, reduce_dtype=torch.float32)
             for block in decoder_blocks(model, model).values():
                 fully_shard(block, mesh=mesh, mp_policy=policy)
             if setting.split_embedding and model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
@@ -94,6 +94,7 @@ class Step(nn.Module):
             self.model.train()
             with tracker.phase("train"), tracker.saving():
                 self(self._loss, *self._batch(setting.micro_batch, setting.context)).backward()
+                self.kept = None
             self.model.eval()
             if setting.method == "logra":
                 self._sketched_update()
@@ -106,16 +107,19 @@ class Step(nn.Module):
         mask = torch.ones_like(ids)
         return ids, mask, torch.cat([mask[:, :1] * 0, mask[:, 1:]], 1).bool()
 
-    def _autocast(self):
-        return torch.autocast(self.device.type, torch.bfloat16) if self.mesh is None else nullcontext()
+    def _autocast(self, where: bool):
+        return torch.autocast(self.device.type, torch.bfloat16) if where else nullcontext()
 
     def _loss(self, ids, mask, generated):
-        with self._autocast():
+        with self._autocast(self.mesh is None or self.setting.gathered == "float32"):
             head, targets = self.model.get_output_embeddings(), ids[:, 1:][generated[:, 1:]]
             h_nh = self.model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state[:, :-1][generated[:, 1:]]
             if self.setting.loss == "chunked":
                 return -logprobs.token_logprobs(h_nh, head.weight, targets, head.bias).sum()
-            logits = head(h_nh).float()
+            logits = head(h_nh)
+            self.kept = [logits] * (self.setting.loss == "kept")
+            logits = logits.float()                         # in place of the narrow ones, which then are freed
+            self.kept += [logits] * len(self.kept)
         if self.setting.loss == "in_place":
             return -_OverwrittenLogprob.apply(logits, targets).sum()
         return -torch.log_softmax(logits, -1).gather(1, targets[:, None]).sum()
@@ -128,7 +132,7 @@ class Step(nn.Module):
             with tracker.phase("probe"), tracker.making(Category.PROBE), self._attention(setting.probe_attention), torch.no_grad():
                 ids, mask, generated = self._batch(setting.probe_responses, setting.probe_tokens)
                 contexts = kl.Contexts.of_responses(ids, mask, generated)
-                with self._autocast():
+                with self._autocast(self.mesh is None):     # as a run's: float32 where weights are gathered in it
                     self(kl.predicted_kl, self.model, proposal, contexts, setting.probe)
         with tracker.phase("update"), tracker.making(Category.OPTIMIZER):
             self.optimizer.step()

@@ -39,9 +39,10 @@ RIVALS = {
     "log_softmax of whole fp32 logits": dict(loss="whole"),
     "logits in chunks": dict(loss="chunked"),
     "dense: all weights trained": dict(trainable="all"),
+    "whole logits, referenced through backward": dict(loss="kept"),
 }
 SHIPPED = RECORDED / "memory.json"
-LEAST_CONTEXT, PROBED = 2048, 4096                          # where the search for the longest context begins, and what of one its probe takes
+PROBED = 4096                                               # `probe_tokens` of a run with a long context: what of a response the probe takes
 
 
 def capacity_gib() -> float:
@@ -149,15 +150,21 @@ TRADES = {
     "no checkpointing": dict(checkpointing=False, probe="none"),    # the probe makes no graph: it needs what it did
     "no checkpointing, one A each": dict(checkpointing=False, share_inputs=False, probe="none"),
     "selective checkpointing": dict(selective=True, probe="none"),
-    "finite differences": dict(probe="finite_difference"),
+    "finite differences, gathered in float32": dict(probe="finite_difference", gathered="float32"),    # the only way that a run lets them be
 }
 
 
 def trades(models: list[str], **changes) -> pd.DataFrame:
-    """Bytes by category at each phase's peak, method by method, for switches that save bytes for time, or time for bytes."""
-    wanted = [("dense", "all of the above"), ("dense", "no checkpointing")] + [("logra", switch) for switch in TRADES]
-    return pd.DataFrame([row for model in models for method, switch in wanted
-                         for row in _flat(model, replace(LEAST, method=method, **changes | TRADES[switch]), method=method, switch=switch)])
+    """Switches that save bytes for time, or time for bytes, a row for each model, method and switch. GiB: `step`, at the training step's highest; of these
+    `activations`, `projections` (with what hashing them needs) and `gathered`; `probe`, none where there is none or it is the one of "all of the above"."""
+    wanted, found = [("dense", "all of the above"), ("dense", "no checkpointing")] + [("logra", switch) for switch in TRADES], []
+    for model in models:
+        for method, switch in wanted:
+            phases = {row["phase"]: row for row in _flat(model, replace(LEAST, method=method, **changes | TRADES[switch]))}
+            step = phases["train"]
+            parts = {category.value: step[category.value] for category in (Category.ACTIVATIONS, Category.PROJECTIONS, Category.GATHERED)}
+            found.append({"model": model, "method": method, "switch": switch, "step": step["gib"], **parts, "probe": phases["probe"]["gib"] if "probe" in phases else float("nan")})
+    return pd.DataFrame(found)
 
 
 def grid(model: str, ranks: list[int], contexts: list[int], **changes) -> pd.DataFrame:
@@ -185,42 +192,77 @@ def _bracket(points: list, x: float) -> tuple:
     return low, high, (x - low) / (high - low) if high > low else 0.0
 
 
-def longest(model: str, room: float, setting: Setting, most: int, within: float = 0.05) -> tuple[int, float]:
-    """(the longest context that was simulated and fits, a multiple of 256 and `most` at most; GiB it needs), to a part `within` of what no longer fits.
-    (0, what `LEAST_CONTEXT` tokens need) if these do not fit. A probe takes `PROBED` tokens at most: forward AD has no fused attention.
+def needs(model: str, setting: Setting, lengths: list[int], room: float = math.inf) -> dict[int, float]:
+    """{context: GiB at the highest peak} of contexts simulated in turn, up to the first that needs more than `room`. Where a response is longer than
+    `PROBED` tokens, the probe takes so many of it: forward AD has no fused attention.
 
-    What a context needs is convex in it: flat while the gathered weights decide, then a line. So the chord from what fits to what does not lies above it, and
-    where the chord meets the room the context fits.
+    Those beyond `PROBED`, which take minutes, are simulated on one GPU and on four. On another number they need more than a shorter one by what they do on
+    four: GPUs share weights and sketches, while a token's activations are whole on each.
     """
-    def need(context: int) -> float:
-        return ledger(MODELS.get(model, model), replace(setting, context=context, probe_tokens=min(context, PROBED)))["peak_gib"]
+    def need(context: int, gpus: int) -> float:
+        return ledger(MODELS.get(model, model), replace(setting, context=context, probe_tokens=min(context, PROBED), gpus=gpus))["peak_gib"]
 
-    low = LEAST_CONTEXT, need(LEAST_CONTEXT)
-    if low[1] > room:
-        return 0, low[1]
-    high = most, need(most)
-    if high[1] <= room:
-        return high
-    while high[0] - low[0] > max(256, within * low[0]):
-        chord = low[0] + (room - low[1]) / (high[1] - low[1]) * (high[0] - low[0])
-        above = min(max(chord * (1 + within), low[0] + 256), high[0] - 1)      # at least one of the two lies between, so that the search ends
-        for context in (int(chord) // 256 * 256, int(above) // 256 * 256):
-            if low[0] < context < high[0]:
-                point = context, need(context)
-                low, high = (point, high) if point[1] <= room else (low, point)
-    return low
+    found, before = {}, 0
+    for context in sorted(lengths):
+        if before >= PROBED and setting.gpus not in (1, 4):
+            found[context] = found[before] + need(context, 4) - need(before, 4)
+        else:
+            found[context] = need(context, setting.gpus)
+        if found[context] > room:
+            break
+        before = context
+    return found
 
 
-def fits(models: dict[str, int], cards: list[str], rank: int) -> pd.DataFrame:
-    """For cards such as "4 x 80" (GB): the longest context that fits (0: not even `LEAST_CONTEXT` tokens), and GiB it needs. models: the longest tried of each."""
+def on_line(needed: dict[int, float], context: int) -> float:
+    """GiB that a context needs, read from simulated ones: on the straight line through its neighbours, or through the last two of them.
+
+    What a context needs is flat while gathered weights or the probe decide, and from there a line: attention runs in blocks, so that every activation
+    is as long as the context. Between two lengths the line lies above what is needed, if anything.
+    """
+    low, high, part = _bracket(sorted(needed), context)
+    return needed[low] + (needed[high] - needed[low]) * part
+
+
+def longest(needed: dict[int, float], room: float, most: int) -> int:
+    """The longest context that fits, a multiple of 256 and `most` at most, as `on_line` reads what it needs; 0 if the shortest simulated does not."""
+    if needed[min(needed)] > room:
+        return 0
+    low, high = 0, most // 256                              # contexts in 256 tokens: the need only grows
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if on_line(needed, max(256 * middle, min(needed))) <= room else (low, middle - 1)
+    return 256 * low
+
+
+def fits(models: dict[str, list[int]], cards: list[str], rank: int, most: dict[str, int]) -> pd.DataFrame:
+    """For cards such as "4 x 80" (GB): the longest context that fits (0: not even the shortest simulated), a model's `most` tokens at most, and GiB that it needs, or
+    that the shortest does. models: of each, the lengths that are simulated. simulated_to: the longest of them that was needed."""
     found = []
     for card in cards:
         number, size = card.split(" x ")
         room = float(size) * 1e9 / GIB
-        for model, most in models.items():
-            context, gib = longest(model, room, replace(LEAST, rank=rank, gpus=int(number)), most)
-            found.append({"model": model, "cards": card, "room_gib": room, "longest_context": context, "tried": most, "gib": gib})
+        for model, lengths in models.items():
+            needed = needs(model, replace(LEAST, rank=rank, gpus=int(number)), lengths, room)
+            context = longest(needed, room, most[model])
+            found.append({"model": model, "cards": card, "room_gib": room, "longest_context": context, "simulated_to": max(needed),
+                          "gib": on_line(needed, max(context, min(needed)))})
     return pd.DataFrame(found)
+
+
+def off_line(models: dict[str, list[int]], beyond: list[tuple[str, int, int]], rank: int) -> pd.DataFrame:
+    """How far the lines of `fits` are from contexts that were simulated and that they do not use. beyond: (model, GPUs, context)."""
+    found = []
+    for model, gpus, context in beyond:
+        setting = replace(LEAST, rank=rank, gpus=gpus)
+        line = on_line(needs(model, setting, models[model]), context)
+        found.append({"model": model, "gpus": gpus, "context": context, "gib": needs(model, setting, [context])[context], "line_gib": line})
+    return pd.DataFrame(found, columns=["model", "gpus", "context", "gib", "line_gib"])
+
+
+def positions(model: str) -> int:
+    """The longest context that a model was made for."""
+    return json.loads((ROOT / "logra" / "model_configs" / f"{MODELS.get(model, model)}.json").read_text())["max_position_embeddings"]
 
 
 def ship() -> int:
