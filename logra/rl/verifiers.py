@@ -28,7 +28,7 @@ _WHOLE = re.compile(r"[+-]?[0-9]+")
 _DRESS = re.compile(r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:bf|it|rm|sf|tt)|mbox|hbox|operatorname|rm|left|right)(?![A-Za-z])|\\[,;:! ]|[$~]")
 # a number of its own, in brackets or not (the 2 of x^2_1, x_2 and x2_1 is none), and what stands below it or is called its base
 _BASE = re.compile(r"(?:(?<![A-Za-z\d^_])(?<![\^_]\{)\d+|(?<![\^_])(?:\{[\d,. ]+\}|\([\d,. ]+\)))\s*(?:\{\}\s*)?"
-                   r"(?:_+(?:[{(][{(\s]*(?:base[\s{}()-]*)?([^{}()]*)|(\d+|[a-z]+|\S?))|[\s{}()]*(?:in\s+)?base[\s{}()-]*(\w+))", re.IGNORECASE)
+                   r"(?:_+(?:[{(][{(\s]*(?:base[\s{}()-]*)?([^{}()]*)|(\d+|[a-z]+|\S?))|[\s{}()]*(?:in\s+)?base(?:[\s{}()-]+(\w+)|(\d+)))", re.IGNORECASE)
 _SMALL = {ord(small): digit for small, digit in zip("₀₁₂₃₄₅₆₇₈₉", "0123456789")}
 
 

@@ -343,8 +343,7 @@ def test_a_run_is_shown_in_tensorboard_and_its_record_does_not_change(folder, tm
     assert {"actor/pg_loss", "val/mean@k", "timing_s/step", "logra/alpha"} <= set(events.Tags()["scalars"])
 
 
-def test_a_run_is_shown_in_wandb_where_that_is_installed_and_its_record_does_not_change(folder, tmp_path, monkeypatch):
-    pytest.importorskip("wandb")
+def test_a_run_is_shown_in_wandb_and_its_record_does_not_change(folder, tmp_path, monkeypatch):
     from wandb.proto.wandb_internal_pb2 import MetricRecord
 
     config = configured(folder, updates=3)

@@ -97,6 +97,18 @@ def test_a_node_without_the_memory_to_read_the_model_on_every_rank_is_refused(ru
         assert (f"main-27b-logra-seed1 needs {large.host_gib:,.0f} beside its GPUs: each of 4 training ranks reads the whole model" in str(wrong.value)) == refused
 
 
+def test_a_model_with_linear_attention_asks_for_its_kernels(runs, monkeypatch, tmp_path, capsys):
+    run = runs["main-27b-logra-seed1"]
+    monkeypatch.setattr(node, "ROOT", tmp_path)
+    (tmp_path / run.config.model).mkdir(parents=True)
+    for model_type, found, asked in (("qwen3_5", None, True), ("qwen3_5", "a spec", False), ("qwen2", None, False)):
+        (tmp_path / run.config.model / "config.json").write_text(json.dumps({"model_type": model_type}))
+        monkeypatch.setattr(node.importlib.util, "find_spec", lambda name, found=found: found)
+        with pytest.raises(ProfileError):                   # of the GPUs, which are not here
+            node.check([run])
+        assert ("fla is wanted for qwen3_5 (pip install flash-linear-attention" in capsys.readouterr().err) == asked
+
+
 def test_hours_come_from_printed_rates_and_say_so(runs):
     assert runs["main-7b-dense-seed1"].rate == (25.28, "Table 1") and runs["main-7b-dense-seed1"].gpu_hours == pytest.approx(300 / 25.28 * 8)
     rate, source = runs["lora-1.5b-seed1"].rate
