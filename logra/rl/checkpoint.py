@@ -47,7 +47,7 @@ class Checkpoints:
         if self.ranks.number == 0:
             aside.mkdir(parents=True, exist_ok=True)
             torch.save(rest, aside / "rest.pt")
-            _to_disk(aside / "rest.pt")
+            to_disk(aside / "rest.pt")
         if self._group is None:
             with _alone():
                 dcp.save(tensors, checkpoint_id=aside, no_dist=True)
@@ -68,9 +68,9 @@ class Checkpoints:
 
     def _count(self, aside: Path, whole: Path) -> None:
         shutil.rmtree(whole, ignore_errors=True)            # of an earlier try that was gone back on
-        _to_disk(aside)
+        to_disk(aside)
         aside.rename(whole)
-        _to_disk(self.folder)
+        to_disk(self.folder)
         for old in sorted(self.folder.glob("update-*"))[:-KEPT]:
             shutil.rmtree(old, ignore_errors=True)
 
@@ -93,7 +93,7 @@ class Checkpoints:
         return _put_back(rest, tensors)
 
 
-def _to_disk(path: Path) -> None:
+def to_disk(path: Path) -> None:
     """Until a file's bytes, or a folder's names, are on the disk; dcp does so for its own files."""
     opened = os.open(path, os.O_RDONLY)
     try:

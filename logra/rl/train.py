@@ -29,7 +29,7 @@ import logra
 from logra.checkpointing import keep_projections
 from logra.rl import rewards, stopping
 from logra.rl.bases import base_sha256
-from logra.rl.checkpoint import Checkpoints
+from logra.rl.checkpoint import Checkpoints, to_disk
 from logra.rl.config import RunConfig
 from logra.rl.evaluate import evaluate, sampler
 from logra.rl.logs import Logs, update_of
@@ -278,7 +278,9 @@ def _complete(folder: Path, rows: list[dict], log: Path, update: int) -> None:
     for kind, name in (("evaluation", "evaluations"), ("timings", "timings"), ("metrics", "metrics")):   # metrics last: it marks the record as whole
         frame = pd.DataFrame([row for row in rows if row["kind"] == kind]).drop(columns="kind")
         frame.to_parquet(folder / f".{name}.aside")
+        to_disk(folder / f".{name}.aside")
         (folder / f".{name}.aside").replace(folder / f"{name}.parquet")
+    to_disk(folder)                                         # before what the record could be made of again goes
     log.unlink()
     shutil.rmtree(folder / "checkpoint", ignore_errors=True)
 

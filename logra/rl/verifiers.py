@@ -24,6 +24,7 @@ _LONGEST_TAGGED = 4000                                      # of an answer in ta
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _LINE = re.compile(r"\banswer[ \t*_]*:[ \t*_]*\n?([^\n]*)", re.IGNORECASE)
 _DOLLARS = re.compile(r"\A(?:\$+|\\\()\s*([^$]*?)\s*(?:\$+|\\\))\.?\Z", re.DOTALL)
+_THIN = re.compile(r"(?:\s|\\[,;:!])+\Z")                  # spaces at the end of mathematics
 _WHOLE = re.compile(r"[+-]?[0-9]+")
 _DRESS = re.compile(r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:bf|it|rm|sf|tt)|mbox|hbox|operatorname|rm|left|right)(?![A-Za-z])|\\[,;:! ]|[$~]")
 # a number of its own, in brackets or not (the 2 of x^2_1, x_2 and x2_1 is none), and what stands below it or is called its base
@@ -57,7 +58,7 @@ def _inside(text: str, start: int) -> str:
 
 def math(response: str, problem) -> float:
     """1 if the response's final answer equals the reference, as numbers or expressions; else 0. Raises Unparsable."""
-    given, wanted = final_answer(response), problem.answer.strip()
+    given, wanted = _THIN.sub("", final_answer(response)), problem.answer.strip()
     if given == wanted:
         return 1.0
     if all(_WHOLE.fullmatch(text) for text in (given, wanted)):

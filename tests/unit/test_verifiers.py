@@ -42,7 +42,7 @@ def test_nothing_else_is_an_answer(response):
     ("x=5", "5"), ("1,-2", "-2, 1"), (r"\text{Evelyn}", "Evelyn"), (r"\text{(C)}", "C"), (r"90^\circ", "90"), ("10,\\!080", "10080"), ("p - q", "-q+p"),
     (r"3\sqrt{13}", r"\sqrt{117}"), ("6 - 5i", "-5i+6"), (r"(3,4]", r"\left(3, 4\right]"), ("2516_8", "2516_{8}"), ("2516_8", "2516"), ("2516_8", "2516_{(8)}"), ("2516_8", r"2516_{8}\text{ apples}"), ("2516", "2516_{10}"),
     ("x_1+a_n", "a_n + x_{1}"), ("x_1^2", "x^2_1"), ("x^{2}_{1}", "x_1^2"), ("3x_2", "x_2 \\cdot 3"),
-    (r"\$18.90", "18.90"), ("10", r"10\text{ baseballs}"),
+    (r"\$18.90", "18.90"), ("58,500", "58,500\\,"), (r"x^2", "x^2 \\; "), ("10", r"10\text{ baseballs}"),
     (r"\begin{pmatrix} 1/5 \\ -18/5 \end{pmatrix}", r"\begin{pmatrix} 0.2 \\ -3.6 \end{pmatrix}"), (r"1 \pm \sqrt{19}", r"1+\sqrt{19}, 1-\sqrt{19}"),
 ])  # fmt: skip
 def test_equal_answers_in_another_writing(reference, given):
