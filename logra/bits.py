@@ -14,6 +14,9 @@ import torch
 from logra.projection import _mix
 
 
+BAND = {"cpu": 1 << 16, "cuda": 1 << 24}                   # entries that a fingerprint takes at once: what a core's cache holds, and enough for a GPU
+
+
 class Halves(NamedTuple):
     """A float32 tensor without loss: `high` bfloat16, `low` int16, both of its shape; `ties` int64 [n], flat places of the ties rounded down."""
 
@@ -53,7 +56,7 @@ def fingerprint(W_dk: torch.Tensor, first_row: int = 0, first_column: int = 0, k
         raise ValueError(f"a matrix of {first_row + d}×{k} has more entries than a fingerprint can number (2^32)")
     total = torch.zeros((), dtype=torch.int64, device=W_dk.device)
     column = torch.arange(first_column, first_column + width, device=W_dk.device)
-    band = max(1, (1 << 24 if W_dk.is_cuda else 1 << 16) // max(1, width))        # what a core's cache holds
+    band = max(1, BAND.get(W_dk.device.type, BAND["cpu"]) // max(1, width))
     for start in range(0, d, band):
         x = W_dk[start:start + band].to(torch.bfloat16 if rounded else torch.float32).float().contiguous().view(torch.int32).to(torch.int64)
         x &= 0xFFFFFFFF

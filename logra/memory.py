@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
+from logra import bits, memory_depth
 from logra.memory_setting import GIB, LEAST, PAPER, PHASES, Category, Setting
 from logra.memory_step import Step
 from logra.memory_tracker import Tracker
@@ -90,38 +92,35 @@ class Ledger:
 def simulate(config, setting: Setting, whole: bool = False) -> Ledger:
     """The ledger of a step on one of `setting.gpus` GPUs. config: a Hugging Face text configuration.
 
-    A decoder's layers are alike, and so are the bytes that each adds to a peak: two shallow models are run, and the line through them
-    read at the true depth. `whole` runs all layers, with the same result and a trace. Raises RuntimeError inside a process group.
+    A decoder's layers are alike: two shallow models are run, and the moments of their layers read at the true depth (`logra.memory_depth`).
+    `whole` runs all layers, with the same result and a trace. Raises RuntimeError inside a process group.
     """
-    def peaks(layers):
-        return Ledger.of(setting, _trace(_shortened(config, layers), setting)).peaks
+    def moments(layers):
+        return memory_depth.pieces(*_trace(_shortened(config, layers), setting))
 
     period = _period(config)
-    shallow = -(-_SHALLOW // period) * period
-    if whole or config.num_hidden_layers <= shallow + period:
-        return Ledger.of(setting, _trace(config, setting))
-    first, second = peaks(shallow), peaks(shallow + period)
-    while any(second[phase][Category.GATHERED.value] < size[Category.GATHERED.value] for phase, size in first.items()):
-        shallow += period                                   # fewer weights are gathered at the deeper peak: it is another moment, and no line joins the two
-        if config.num_hidden_layers <= shallow + period:
-            return Ledger.of(setting, _trace(config, setting))
-        first, second = second, peaks(shallow + period)
-    more = (config.num_hidden_layers - shallow) // period
-    return Ledger(setting, {phase: {name: size + more * (second[phase][name] - size) for name, size in sizes.items()} for phase, sizes in first.items()}, [])
+    layers, second = memory_depth.shallow(period), None
+    while not whole and config.num_hidden_layers > layers + period:
+        first, second = second or moments(layers), moments(layers + period)
+        found = memory_depth.at_depth(first, second, layers, period, (config.num_hidden_layers - layers) // period)
+        if found:
+            names = [category.value for category in Category]
+            return Ledger(setting, {phase: dict(zip(names, found[phase])) for phase in PHASES if phase in found}, [])
+        layers += period
+    return Ledger.of(setting, _trace(config, setting)[0])
 
 
-_SHALLOW = 3                                                # layers: enough that the first and the last, and prefetching, are apart
-
-
-def _trace(config, setting: Setting) -> list:
-    with _ranks_that_do_not_exist(setting.gpus) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
+def _trace(config, setting: Setting) -> tuple[list, list]:
+    """A tracker's trace and marks of a simulated step."""
+    bands = patch.dict(bits.BAND, cpu=bits.BAND["cuda"])    # it is the step of a GPU
+    with _ranks_that_do_not_exist(setting.gpus) as mesh, FakeTensorMode(allow_non_fake_inputs=True), bands:
         with Tracker(config.vocab_size):                    # attaching needs true indices
             step = Step(_model(config, setting, "cpu"), setting, mesh)
         gc.collect()                                        # whole weights hang in cycles after they were sharded
         with Tracker(config.vocab_size) as tracker:
             step.prepare(tracker)
             step.run()
-    return tracker.trace
+    return tracker.trace, tracker.marks
 
 
 def _period(config) -> int:

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from logra import kl, linear, logprobs, projection
 from logra.checkpointing import keep_projections
@@ -68,6 +69,8 @@ class Step(nn.Module):
         """State as after an update, and gradients or sketches as after a micro-batch; `tracker` follows what is there from now on."""
         self.tracker, setting = tracker, self.setting
         tracker.label((local(x) for x in [*self.model.parameters(), *self.model.buffers()]), Category.WEIGHTS)
+        for layer, block in enumerate(decoder_blocks(self.model, self.model).values()):
+            _mark(tracker, layer, block)
         if setting.method == "logra":
             self.optimizer = RowAdam(self.sketches, relative_step=6e-5)
             self.sketches.base = ""                         # else the first update hashes whole weights
@@ -188,6 +191,18 @@ class _OverwrittenLogprob(torch.autograd.Function):
             p = torch.softmax(z, -1).mul_(-g[:, None])
             z.copy_(p.scatter_add_(1, y[:, None], g[:, None]))
         return logits_nv, None
+
+
+def _mark(tracker: Tracker, layer: int, block: nn.Module) -> None:
+    """Before FSDP's own hooks, which are there already: what it gathers for a layer's forward belongs to that."""
+    def after(module, arguments, output):
+        tracker.mark("after", layer)
+        hidden = next(leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: tracker.mark("backward", layer))
+
+    block.register_forward_pre_hook(lambda module, arguments: tracker.mark("forward", layer), prepend=True)
+    block.register_forward_hook(after, prepend=True)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -25,12 +25,13 @@ class Tracker(MemTracker):
     """Enter it inside the FakeTensorMode, if there is one. `vocabulary` tells logits by their last axis.
 
     trace: (phase, bytes of each category in their order) after every operator that changed them. Phases are what `phase` names.
+    marks: (row of the trace, what begins there, layer), see `mark`.
     """
 
     def __init__(self, vocabulary: int):
         super().__init__()
         self._ref_class = Category
-        self.vocabulary, self.trace = vocabulary, []
+        self.vocabulary, self.trace, self.marks = vocabulary, [], []
         self._phase, self._making, self._last = "", None, None
 
     def __enter__(self):
@@ -59,6 +60,10 @@ class Tracker(MemTracker):
             yield
         finally:
             self._making = before
+
+    def mark(self, kind: str, layer: int) -> None:
+        """Says that with the next operator a decoder layer's `kind` begins (`memory_depth.Piece`)."""
+        self.marks.append((len(self.trace), kind, layer))
 
     def label(self, tensors: Iterable[torch.Tensor], category: Category) -> None:
         for tensor in tensors:

@@ -2,15 +2,16 @@
 
 import json
 from dataclasses import replace
+from unittest.mock import patch
 
 import pandas as pd
 import pytest
 import torch
 import torch.distributed as dist
 from processes import on_ranks
-from transformers import Qwen2Config
+from transformers import Qwen2Config, Qwen3_5TextConfig
 
-from logra import memory
+from logra import bits, memory
 from logra.memory import Category, Setting, configuration, measure, simulate
 from logra.paper import simulated
 
@@ -24,10 +25,16 @@ def setting(**changes):
     return Setting(**(dict(rank=32, gpus=1, context=512, probe_tokens=512) | changes))
 
 
+def as_on_a_gpu(config, each):
+    """A step measured with the one thing that it does otherwise there: fingerprints in wider bands."""
+    with patch.dict(bits.BAND, cpu=bits.BAND["cuda"]):
+        return measure(config, each)
+
+
 @pytest.mark.parametrize("changes", [dict(method="logra", probe="finite_difference"), dict(method="logra", probe="finite_difference", checkpointing=False),
                                      dict(method="dense", loss="whole"), dict(method="dense", loss="in_place", checkpointing=False), dict(method="lora")])
 def test_a_simulated_step_is_what_the_allocator_saw(changes):
-    predicted, measured = (make(small(), setting(**changes)) for make in (simulate, measure))
+    predicted, measured = (make(small(), setting(**changes)) for make in (simulate, as_on_a_gpu))
     assert predicted.peak() == pytest.approx(measured.allocated, rel=0.03)
     assert predicted.peaks == measured.peaks                # and to the byte what real tensors take, category by category
 
@@ -39,10 +46,24 @@ def test_a_simulated_probe_by_forward_differentiation_is_an_upper_bound():
     assert 1 <= predicted.peak() / measured.allocated < 1.15
 
 
-@pytest.mark.parametrize("changes", [dict(method="logra", probe="jvp", keep_projections=True), dict(method="dense", checkpointing=False)])
-def test_extrapolated_depth_is_the_whole_depth(changes):
-    config, sharded = small(layers=8), setting(gpus=4, **changes)
+def hybrid(layers):
+    """Three layers of linear attention before each of full attention."""
+    return Qwen3_5TextConfig(hidden_size=128, intermediate_size=256, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2, head_dim=64, linear_num_key_heads=2,
+                             linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16, layer_types=(["linear_attention"] * 3 + ["full_attention"]) * (layers // 4),
+                             vocab_size=4000, rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5, mrope_section=[1, 1, 2]))
+
+
+@pytest.mark.parametrize("config, changes, run", [
+    (small(layers=8), dict(method="logra", probe="jvp", keep_projections=True), [5, 6]), (small(layers=8), dict(method="dense", checkpointing=False), [5, 6]),
+    (hybrid(16), dict(method="logra", context=64, probe_tokens=64, sharded_sketches=True, share_inputs=True), [8, 12]),
+    (hybrid(20), dict(method="dense", context=64, checkpointing=False), [8, 12, 16]),      # its first layer of full attention saves what all of them share: a wider edge
+])  # fmt: skip
+def test_extrapolated_depth_is_the_whole_depth(config, changes, run, monkeypatch):
+    shortened, seen = memory._shortened, []
+    monkeypatch.setattr(memory, "_shortened", lambda config, layers: seen.append(layers) or shortened(config, layers))
+    sharded = setting(gpus=4, **changes)
     assert simulate(config, sharded).peaks == simulate(config, sharded, whole=True).peaks
+    assert seen == run
 
 
 def test_what_is_sharded_is_sharded_and_what_is_not_is_whole():
@@ -78,7 +99,7 @@ SHARDED = [setting(gpus=2, probe="finite_difference", gathered="float32"), setti
 
 
 def _measured(number, ranks):
-    return [measure(small(), each).peaks for each in SHARDED]
+    return [as_on_a_gpu(small(), each).peaks for each in SHARDED]
 
 
 def test_a_simulated_rank_is_a_real_one(tmp_path):
