@@ -45,7 +45,8 @@ def pieces(trace: list[tuple[str, Sizes]], marks: list[tuple[int, str, int]]) ->
 def at_depth(first: dict[Piece, list[Sizes]], second: dict[Piece, list[Sizes]], layers: int, period: int, more: int) -> dict[str, Sizes] | None:
     """The highest moment of each phase, `more` periods deeper than `first`. None if a layer does not do the same in both: deeper ones have wider edges.
 
-    first, second: the pieces of models of `layers` and `layers + period`.
+    first, second: the pieces of models of `layers` and `layers + period`. Pieces of no layer, such as the update's loops over all matrices, grow by what
+    they keep of each and are highest at one end of it: there the line goes through their highest moments.
     """
     highest = {}
     for piece, rows in first.items():
