@@ -55,7 +55,7 @@ def hybrid(layers):
 
 @pytest.mark.parametrize("config, changes, run", [
     (small(layers=8), dict(method="logra", probe="jvp", keep_projections=True), [5, 6]), (small(layers=8), dict(method="dense", checkpointing=False), [5, 6]),
-    (hybrid(16), dict(method="logra", context=64, probe_tokens=64, sharded_sketches=True, share_inputs=True), [8, 12]),
+    (hybrid(16), dict(method="logra", context=64, probe="none", sharded_sketches=True, share_inputs=True), [8, 12]),
     (hybrid(20), dict(method="dense", context=64, checkpointing=False), [8, 12, 16]),      # its first layer of full attention saves what all of them share: a wider edge
 ])  # fmt: skip
 def test_extrapolated_depth_is_the_whole_depth(config, changes, run, monkeypatch):
