@@ -346,6 +346,8 @@ def test_a_run_is_shown_in_tensorboard_and_its_record_does_not_change(folder, tm
 def test_a_run_is_shown_in_wandb_and_its_record_does_not_change(folder, tmp_path, monkeypatch):
     from wandb.proto.wandb_internal_pb2 import MetricRecord
 
+    for hook in ("exit", "excepthook"):                     # wandb leaves its own there
+        monkeypatch.setattr(sys, hook, getattr(sys, hook))
     config = configured(folder, updates=3)
     run(config, tmp_path / "quiet")
     monkeypatch.setenv("WANDB_MODE", "offline")
