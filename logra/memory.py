@@ -104,8 +104,7 @@ def simulate(config, setting: Setting, whole: bool = False) -> Ledger:
         first, second = second or moments(layers), moments(layers + period)
         found = memory_depth.at_depth(first, second, layers, period, (config.num_hidden_layers - layers) // period)
         if found:
-            names = [category.value for category in Category]
-            return Ledger(setting, {phase: dict(zip(names, found[phase])) for phase in PHASES if phase in found}, [])
+            return replace(Ledger.of(setting, list(found.items())), trace=[])
         layers += period
     return Ledger.of(setting, _trace(config, setting)[0])
 

@@ -32,9 +32,9 @@ def pieces(trace: list[tuple[str, Sizes]], marks: list[tuple[int, str, int]]) ->
     """A trace cut where marks (row, kind, layer) say that a layer begins or ends, and between phases."""
     begins = {row: (kind, layer) for row, kind, layer in marks}         # of those at one row, the last
     found, times, phase = {}, Counter(), None
-    for row, (now, sizes) in enumerate(trace):
-        if row in begins or now != phase:
-            phase = now
+    for row, (at, sizes) in enumerate(trace):
+        if row in begins or at != phase:
+            phase = at
             name = (phase, *begins.get(row, ("around", None)))
             rows = found[Piece(*name, times[name])] = []
             times[name] += 1

@@ -3,7 +3,7 @@
     python -m logra.paper.simulated            # simulates the shipped ledgers again and says which differ
     python -m logra.paper.simulated --ship     # ships those that records/ holds
 
-A ledger of 27B parameters takes a minute, so those that the laptop profile draws are shipped; another is simulated and kept as a record.
+A ledger of 27B parameters takes minutes, so those that the laptop profile draws are shipped; another is simulated and kept as a record.
 
 All rows of Tables 1 and 2 are simulated under one set of assumptions, `logra.memory.PAPER`, with nothing set row by row. The paper states
 the sizes, FSDP over four GPUs, BF16 computation, checkpointing and the micro-batch; the rest of the set is ours, and `RIVALS` are its alternatives.

@@ -5,7 +5,6 @@
 One is written beside and renamed when it is whole and on the disk, so that a folder of that name is always complete. The newest two are kept.
 """
 
-import os
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
 
 from logra.rl.ranks import Alone, Ranks
+from logra.rl.records import to_disk
 
 KEPT = 2
 
@@ -47,7 +47,7 @@ class Checkpoints:
         if self.ranks.number == 0:
             aside.mkdir(parents=True, exist_ok=True)
             torch.save(rest, aside / "rest.pt")
-            to_disk(aside / "rest.pt")
+            to_disk(aside / "rest.pt")                      # dcp does so for its own files
         if self._group is None:
             with _alone():
                 dcp.save(tensors, checkpoint_id=aside, no_dist=True)
@@ -91,15 +91,6 @@ class Checkpoints:
         with _alone():
             dcp.load(tensors, checkpoint_id=path, process_group=self._group, no_dist=self._group is None)
         return _put_back(rest, tensors)
-
-
-def to_disk(path: Path) -> None:
-    """Until a file's bytes, or a folder's names, are on the disk; dcp does so for its own files."""
-    opened = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
 
 
 @contextmanager

@@ -105,3 +105,12 @@ def write_whole(path: Path, text: str) -> None:
     aside = path.with_name(f".{path.name}.aside")
     aside.write_text(text)
     os.replace(aside, path)
+
+
+def to_disk(path: Path) -> None:
+    """Until a file's bytes, or a folder's names, are on the disk."""
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)

@@ -29,7 +29,7 @@ import logra
 from logra.checkpointing import keep_projections
 from logra.rl import rewards, stopping
 from logra.rl.bases import base_sha256
-from logra.rl.checkpoint import Checkpoints, to_disk
+from logra.rl.checkpoint import Checkpoints
 from logra.rl.config import RunConfig
 from logra.rl.evaluate import evaluate, sampler
 from logra.rl.logs import Logs, update_of
@@ -37,7 +37,7 @@ from logra.rl.loss import policy_loss, token_logprobs
 from logra.rl.methods import Dense, LoGRA, LoRA
 from logra.rl.placement import base_model
 from logra.rl.ranks import Alone, Ranks, launched, whole_tensor
-from logra.rl.records import records_root, write_whole
+from logra.rl.records import records_root, to_disk, write_whole
 from logra.rl.rollout import deterministic, named_seed
 from logra.rl.stopping import Limit, Stopped
 from logra.rl.tasks import task as make_task

@@ -20,21 +20,21 @@ def llama(seed=0, **changes):
     return _build(transformers.LlamaForCausalLM, transformers.LlamaConfig(**settings | changes), seed)
 
 
-def _qwen3_5_settings():
+def qwen3_5_settings(**changes):
     return dict(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
                 num_key_value_heads=2, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
                 linear_value_head_dim=16, layer_types=["linear_attention", "full_attention"], max_position_embeddings=256,
-                rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5, mrope_section=[1, 1, 2]))
+                rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5, mrope_section=[1, 1, 2])) | changes
 
 
 def qwen3_5(seed=0):
     """The 27B's class: every other block has linear attention."""
-    return _build(transformers.Qwen3_5ForCausalLM, transformers.Qwen3_5TextConfig(**_qwen3_5_settings()), seed)
+    return _build(transformers.Qwen3_5ForCausalLM, transformers.Qwen3_5TextConfig(**qwen3_5_settings()), seed)
 
 
 def qwen3_5_with_vision(seed=0):
     vision = dict(depth=1, hidden_size=32, intermediate_size=64, num_heads=2, out_hidden_size=64)
-    config = transformers.Qwen3_5Config(text_config=_qwen3_5_settings(), vision_config=vision)
+    config = transformers.Qwen3_5Config(text_config=qwen3_5_settings(), vision_config=vision)
     return _build(transformers.Qwen3_5ForConditionalGeneration, config, seed)
 
 

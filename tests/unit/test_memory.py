@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from unittest.mock import patch
 
+import models
 import pandas as pd
 import pytest
 import torch
@@ -48,9 +49,8 @@ def test_a_simulated_probe_by_forward_differentiation_is_an_upper_bound():
 
 def hybrid(layers):
     """Three layers of linear attention before each of full attention."""
-    return Qwen3_5TextConfig(hidden_size=128, intermediate_size=256, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2, head_dim=64, linear_num_key_heads=2,
-                             linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16, layer_types=(["linear_attention"] * 3 + ["full_attention"]) * (layers // 4),
-                             vocab_size=4000, rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5, mrope_section=[1, 1, 2]))
+    return Qwen3_5TextConfig(**models.qwen3_5_settings(hidden_size=128, intermediate_size=256, head_dim=64, vocab_size=4000, num_hidden_layers=layers,
+                                                       layer_types=(["linear_attention"] * 3 + ["full_attention"]) * (layers // 4)))
 
 
 @pytest.mark.parametrize("config, changes, run", [

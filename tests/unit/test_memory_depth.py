@@ -57,8 +57,8 @@ def test_the_highest_moment_at_any_depth_is_the_whole_models(decoder, more):
     found = memory_depth.at_depth(first, second, layers, period, more)
     trace, _ = run(layers + more * period)
     for phase in ("train", "update"):
-        assert sum(found[phase]) == max(sum(sizes) for now, sizes in trace if now == phase)
-        assert found[phase] in [sizes for now, sizes in trace if now == phase]
+        assert sum(found[phase]) == max(sum(sizes) for at, sizes in trace if at == phase)
+        assert found[phase] in [sizes for at, sizes in trace if at == phase]
 
 
 @pytest.mark.parametrize("layer", range(6))
