@@ -1,6 +1,6 @@
 """A run whose responses vLLM samples, beside the same run by the Hugging Face rollout that is given these responses: the same weights, to the bit?
 
-    python benchmarks/engine_trial.py [--model smollm2-135m-instruct] [--updates 20] [--prompts 32] [--budget 2e-3] [--out FILE]
+    python benchmarks/engine_trial.py [--model smollm2-135m-instruct] [--updates 20] [--prompts 32] [--budget 1.28e-1] [--out FILE]
 
 The settings are those of `logra.paper.real_runs` at rank 64. The engine runs in bfloat16 in a process of its own, kept up with by exact low-rank
 updates; the other trainer samples on its own float32 weights, which is timed, and is then handed the engine's responses with their log-probabilities.
@@ -62,7 +62,8 @@ def trial(model: str, updates: int, prompts: int, budget: float) -> dict:
             differing, entries = engine.rollout.engine.compare(sync.full_weights(engine.method.sketches, torch.bfloat16))
             rows.append({"update": update, "same_weights": all(torch.equal(x, weights[name]) for name, x in engine.model.state_dict().items()),
                          "same_metrics": all(row[name] == other[name] for name in other), "engine_differing": differing, "engine_entries": entries,
-                         **{name: row[name] for name in ("reward", "length", "mismatch", "predicted_kl", "realised_kl", "sync", "sync_bytes")}})
+                         **{name: row[name] for name in ("reward", "length", "mismatch", "predicted_kl", "realised_kl", "sync", "sync_bytes")},
+                         "sync_seconds": engine.seconds["sync"]})
             print(rows[-1], flush=True)
         return {"model": model, "updates": rows, "vllm": engine.rollout.speed(), "hugging_face": own.rollout.speed()}
     finally:
@@ -74,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model", default=real_runs.SMOLLM2)
     parser.add_argument("--updates", type=int, default=20)
     parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument("--budget", type=float, default=2e-3)
+    parser.add_argument("--budget", type=float, default=1.28e-1)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
     began = time.perf_counter()

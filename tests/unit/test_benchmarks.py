@@ -6,10 +6,13 @@ import math
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import transformers
 
 from logra import theory
+from logra.rl import models
 from logra.rl.records import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
@@ -71,3 +74,26 @@ def test_the_gpu_check_asks_for_a_gpu_where_there_is_none(tmp_path):
                "import gpu_check; gpu_check.main([])", str(BENCHMARKS)]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 1 and "sees no CUDA device" in done.stderr
+
+
+def test_peers_start_from_the_same_loss_and_hold_what_their_shapes_say(tmp_path, monkeypatch):
+    spec = importlib.util.spec_from_file_location("peers", BENCHMARKS / "peers.py")
+    peers = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(peers)
+    config = transformers.AutoConfig.from_pretrained(models.smollm2())
+    for name, value in dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=32).items():
+        setattr(config, name, value)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "small")
+    transformers.AutoTokenizer.from_pretrained(models.smollm2()).save_pretrained(tmp_path / "small")
+    monkeypatch.setattr(peers, "models", SimpleNamespace(SMOLLM2=tmp_path / "small", load=models.load))
+    for name, value in dict(RANK=8, UPDATES=3, EVERY=2, HELD_OUT=2).items():
+        monkeypatch.setattr(peers, name, value)
+    (tmp_path / "problems.jsonl").write_text("".join(json.dumps({"question": f"What is {i} + 1?", "answer": f"#### {i + 1}"}) + "\n" for i in range(8)))
+    made = {method: peers.run(method, 1e-3, 1, tmp_path / "problems.jsonl") for method in ("dense", "lora", "logra-hadamard")}
+    shapes = 2 * [(64, 64), (32, 64), (32, 64), (64, 64), (96, 64), (96, 64), (64, 96)]
+    entries, rows, sides = (sum(map(f, shapes)) for f in (lambda s: s[0] * s[1], lambda s: s[0], lambda s: 8 * (s[0] + s[1])))
+    for method, gradients, moments in (("dense", entries, 2 * entries), ("lora", sides, 2 * sides), ("logra-hadamard", 8 * rows, 2 * rows)):       # v_d is float64
+        record = made[method]
+        assert record["loss"][0] == pytest.approx(made["dense"]["loss"][0], abs=1e-5) and record["evaluations"][3] != record["evaluations"][0]
+        assert (len(record["loss"]), len(record["seconds"]), list(record["evaluations"])) == (3, 2, [0, 2, 3])
+        assert record["bytes"]["gradients"] == 4 * gradients and moments <= record["bytes"]["optimizer"] / 4 <= moments + 2 * len(shapes)     # beside AdamW's counters of steps
