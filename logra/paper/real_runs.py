@@ -1,7 +1,7 @@
 """The runs of a real pretrained model, SmolLM2-135M-Instruct on `rl.chat`'s two tasks, that ext_real_model draws. Their settings stand here once.
 
     sizes = real_runs.sizes(updates=100, prompts=32, evaluate_every=10, evaluation_prompts=80, max_new_tokens=12)
-    swept, best = real_runs.sweep({"logra": [2e-3, 8e-3, 3.2e-2, 1.28e-1], …}, updates=15, seed=7, sizes=sizes)
+    swept, best = real_runs.sweep({"logra": [8e-3, 3.2e-2, 1.28e-1], …}, updates=15, seed=7, sizes=sizes)
     made = real_runs.make(best, seeds=[1, 2], sizes=sizes)              # {"logra-64": [Run, Run], "logra-256": …, "dense": …, "lora": …}
 """
 
@@ -21,7 +21,7 @@ from logra.paper import learner_runs, provenance, reconstruction
 from logra.rl import footprint, models, rollout, runs, tasks
 from logra.rl.config import RunConfig
 from logra.rl.models import SMOLLM2
-from logra.rl.records import core
+from logra.rl.records import RECORDED, core
 from logra.rl.train import Trainer
 
 # line in the figures -> method and rank. Every method trains the same matrices, those that rank 256 allows: q, o, gate, up and down
@@ -71,14 +71,15 @@ def make(best: Mapping[str, float], seeds: Sequence[int], sizes: Mapping[str, An
     return {line: made[i::len(lines)] for i, line in enumerate(lines)}
 
 
-def again(run: runs.Run, updates: int) -> pd.DataFrame:
-    """The run's first updates made anew here, measured: its rows as in `Run.metrics`, the bytes of `footprint.measure`, and `process_mib`, the most
-    resident memory that the process had until then."""
+def again(run: runs.Run, updates: int) -> tuple[pd.DataFrame, bool]:
+    """The run's first updates made once more, measured: its rows as in `Run.metrics`, the bytes of `footprint.measure`, and `process_mib`, the most
+    resident memory that the process had until then. With them, whether they are shipped and were not made here."""
     def measure(folder: Path) -> None:
         with core(), ProcessPoolExecutor(1, mp_context=runs.FORKED) as process:
             process.submit(_again, run.config, updates).result().to_parquet(folder / "rows.parquet")
 
-    return pd.read_parquet(provenance.cached("smollm2-again", {"run": run.config.hash(), "updates": updates}, measure) / "rows.parquet")
+    folder = provenance.cached("smollm2-again", {"run": run.config.hash(), "updates": updates}, measure)
+    return pd.read_parquet(folder / "rows.parquet"), folder.is_relative_to(RECORDED)
 
 
 def _again(config: RunConfig, updates: int) -> pd.DataFrame:
@@ -102,7 +103,7 @@ def ledger(line: str) -> dict[str, int]:
     method, rank = VARIANTS[line]
     rows, columns, entries = (sum(f(d, k) for d, k in selected) for f in (lambda d, k: d, lambda d, k: k, lambda d, k: d * k))
     elements = {"dense": (weights, entries, 2 * entries, 0), "lora": (weights + rank * (rows + columns), rank * (rows + columns), 2 * rank * (rows + columns), 0),
-                "logra": (weights, rank * rows, rows, rank * columns)}[method]
+                "logra": (weights, rank * rows, 2 * rows, rank * columns)}[method]           # RowAdam's statistics are float64
     return dict(zip(("weights", "gradients", "optimizer", "projections"), (4 * n for n in elements)))
 
 
