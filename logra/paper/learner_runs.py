@@ -22,6 +22,8 @@ from logra.rl.records import core, cores
 LABELS = {"dense": "Dense AdamW", "logra": "LoGRA", "lora": "LoRA"}
 SETTINGS = {"dense": "learning rate", "logra": "KL budget", "lora": "learning rate"}      # what is swept
 LATE = 5                                                     # evaluations at the end, whose mean decides a sweep
+PROJECTIONS = {"fixed": dict(projection="rademacher", refresh=False), "rademacher": dict(projection="rademacher"),
+               "gaussian": dict(projection="gaussian"), "hadamard": dict(projection="hadamard")}
 
 
 def sizes(updates: int, prompts: int, evaluate_every: int, evaluation_prompts: int, relative_step: float) -> dict[str, Any]:
@@ -43,6 +45,17 @@ def logra(seed: int, budget: float, sizes: Mapping[str, Any]) -> RunConfig:
 def lora(seed: int, rate: float, sizes: Mapping[str, Any]) -> RunConfig:
     """AdamW on adapters of LoGRA's rank and matrices, at a constant rate (D.4)."""
     return RunConfig(name="learner-lora", method="lora", seed=seed, learning_rate=rate, **sizes)
+
+
+def late_sizes(updates: int, prompts: int, evaluate_every: int, evaluation_prompts: int, late: int, relative_step: float) -> dict[str, Any]:
+    """What all of `projected` share: only the last `late` evaluations are made, beside the one at the start."""
+    return dict(updates=updates, prompts=prompts, micro_batch=prompts, evaluate_every=evaluate_every, evaluate_from=updates - (late - 1) * evaluate_every,
+                evaluation_prompts=evaluation_prompts, budget_updates=updates * 3 // 2, relative_step=relative_step)
+
+
+def projected(kind: str, rank: int, budget: float, seed: int, sizes: Mapping[str, Any]) -> RunConfig:
+    """A run of Figure 5(a): one of `PROJECTIONS`, a rank, and a budget annealed to a tenth."""
+    return RunConfig(name="learner-rank", seed=seed, rank=rank, budget=budget, budget_end=budget / 10, **PROJECTIONS[kind], **sizes)
 
 
 MAKERS = {"dense": dense, "logra": logra, "lora": lora}

@@ -67,3 +67,10 @@ def test_measured_bytes_are_a_record_of_their_own(tmp_path, monkeypatch):
     assert rows["update"].tolist() == [1, 2] and rows["method"].tolist() == ["lora"] * 2 and (rows["peak"] > 2 ** 20).all()
     monkeypatch.setattr("logra.rl.footprint.trace", None)   # a second time nothing is measured
     pd.testing.assert_frame_equal(learner_runs.footprints({"lora": [config]}, updates=2, every=2), rows)
+
+
+@pytest.mark.parametrize("kind", learner_runs.PROJECTIONS)
+def test_a_point_of_figure_5a_is_the_run_whose_record_is_shipped(kind):
+    sizes = learner_runs.late_sizes(updates=80, prompts=64, evaluate_every=5, evaluation_prompts=64, late=8, relative_step=2e-3)
+    run = runs.find(learner_runs.projected(kind, 1, 2e-4, 42, sizes))
+    assert run.recorded and run.evaluations["update"].tolist() == [0, *range(45, 81, 5)]
