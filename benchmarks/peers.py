@@ -35,10 +35,10 @@ RANK, BATCH, UPDATES, EVERY, HELD_OUT, MEASURED, TOKENS = 64, 2, 24, 8, 8, 2, 19
 RATES = {                                                   # three values each, a factor of about three apart
     "logra-rademacher": (1e-4, 3e-4, 1e-3),                 # ‖ΔW‖/‖W‖ of an update
     "logra-hadamard": (1e-4, 3e-4, 1e-3),
-    "dense": (3e-5, 1e-4, 3e-4),
-    "lora": (3e-4, 1e-3, 3e-3),
+    "dense": (1e-5, 3e-5, 1e-4),
+    "lora": (1e-4, 3e-4, 1e-3),
     "galore": (3e-4, 1e-3, 3e-3),
-    "flora": (3e-4, 1e-3, 3e-3),                            # its rate is times the RMS of the weight
+    "flora": (1e-4, 3e-4, 1e-3),                            # its rate is times the RMS of the weight
 }
 
 
