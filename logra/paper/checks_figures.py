@@ -25,6 +25,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
+from logra.paper.intervals import half_interval
 from logra.paper.printed import Finding, NotRecorded, table, text
 from logra.paper.provenance import ROOT
 
@@ -113,12 +114,7 @@ def _below(frame: pd.DataFrame, rank: int, least: int) -> str:
 
 
 def _interval(differences: pd.Series) -> str:
-    return f"{differences.mean():+.2f} ± {_half(differences):.2f}"
-
-
-def _half(differences: pd.Series) -> float:
-    """Half the 95 % interval of a mean, Student's t."""
-    return float(stats.t.ppf(0.975, len(differences) - 1) * differences.std() / math.sqrt(len(differences)))
+    return f"{differences.mean():+.2f} ± {half_interval(differences):.2f}"
 
 
 def no_basis_wins(*kinds: str) -> Finding:
@@ -127,7 +123,7 @@ def no_basis_wins(*kinds: str) -> Finding:
     wide, found = 100 * frame.pivot(index=["rank", "seed"], columns="kind", values="pass_at_1"), {}
     for kind in kinds:
         difference = (wide[kind] - wide["rademacher"]).dropna()
-        found[f"{kind} {_interval(difference)}"] = abs(difference.mean()) <= _half(difference)
+        found[f"{kind} {_interval(difference)}"] = abs(difference.mean()) <= half_interval(difference)
     return Finding(", ".join(found) + f" points over {len(wide)} pairs", all(found.values()))
 
 

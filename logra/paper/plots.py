@@ -14,8 +14,10 @@ from pathlib import Path
 
 import ipywidgets
 import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
 from IPython.display import Image, display
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 
@@ -98,6 +100,14 @@ def _stamp(fig: Figure, text: str) -> Bbox:
         columns -= 2
         stamp.set_text(textwrap.fill(text, columns))
     return Bbox([[drawn.x0, extent.y0 / fig.dpi - gap], [drawn.x1, drawn.y1]])
+
+
+def stacked(ax: Axes, data: pd.DataFrame, horizontal: bool = False) -> None:
+    """Stacked bars: one a row, at 0, 1, …, and a piece of it a column, in this order; the columns are the legend's labels."""
+    shades, ends = plt.get_cmap("cividis")(np.linspace(0.05, 0.95, data.shape[1])), data.cumsum(axis=1)
+    bar, start = (ax.barh, "left") if horizontal else (ax.bar, "bottom")
+    for column, shade in zip(data, shades):
+        bar(range(len(data)), data[column], 0.6, **{start: ends[column] - data[column]}, color=shade, edgecolor="white", linewidth=0.4, label=column)
 
 
 def sliders(show: Callable[..., None], **controls: ipywidgets.Widget | list) -> None:

@@ -5,9 +5,9 @@ from typing import Any
 
 import pandas as pd
 import torch
-from scipy import stats
 
 from logra.paper import learner_runs
+from logra.paper.intervals import half_interval
 from logra.rl.config import RunConfig
 from logra.update import LowRankUpdate
 
@@ -59,8 +59,7 @@ def compare(finals: pd.DataFrame, against: str = "not rounded") -> pd.DataFrame:
     rows, n = [], len(finals)
     for label in finals.columns.drop(against):
         pairs = finals[label] - finals[against]
-        error = pairs.std() / n ** 0.5
-        half = float(stats.t.ppf(0.975, n - 1)) * error if n > 1 else float("nan")
-        rows.append({"factor": label, "against": against, "difference": pairs.mean(), "s.e.": error, "low": pairs.mean() - half, "high": pairs.mean() + half, "n": n,
+        half = half_interval(pairs)
+        rows.append({"factor": label, "against": against, "difference": pairs.mean(), "s.e.": pairs.std() / n ** 0.5, "low": pairs.mean() - half, "high": pairs.mean() + half, "n": n,
                      "distinguishable": bool(abs(pairs.mean()) > half)})
     return pd.DataFrame(rows)

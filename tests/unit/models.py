@@ -4,6 +4,8 @@ import torch
 import transformers
 from torch import nn
 
+from logra.rl.models import smollm2
+
 VOCABULARY = 211                                            # odd sizes, so that no two axes are mistaken for each other
 
 
@@ -18,6 +20,16 @@ def llama(seed=0, **changes):
     settings = dict(vocab_size=VOCABULARY, hidden_size=48, intermediate_size=128, num_hidden_layers=2, num_attention_heads=3,
                     num_key_value_heads=3, max_position_embeddings=256, tie_word_embeddings=True)
     return _build(transformers.LlamaForCausalLM, transformers.LlamaConfig(**settings | changes), seed)
+
+
+def small_smollm2(folder, **changes):
+    """A narrow model of SmolLM2's kind with its tokenizer, as a folder. Returns the folder."""
+    config = transformers.AutoConfig.from_pretrained(smollm2())
+    for name, value in changes.items():
+        setattr(config, name, value)
+    _build(transformers.LlamaForCausalLM, config, 0).save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(smollm2()).save_pretrained(folder)
+    return folder
 
 
 def qwen3_5_settings(**changes):

@@ -9,7 +9,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-import transformers
+from models import small_smollm2
 
 from logra import theory
 from logra.rl import models
@@ -80,12 +80,8 @@ def test_peers_start_from_the_same_loss_and_hold_what_their_shapes_say(tmp_path,
     spec = importlib.util.spec_from_file_location("peers", BENCHMARKS / "peers.py")
     peers = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(peers)
-    config = transformers.AutoConfig.from_pretrained(models.smollm2())
-    for name, value in dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=32).items():
-        setattr(config, name, value)
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "small")
-    transformers.AutoTokenizer.from_pretrained(models.smollm2()).save_pretrained(tmp_path / "small")
-    monkeypatch.setattr(peers, "models", SimpleNamespace(SMOLLM2=tmp_path / "small", load=models.load))
+    small = small_smollm2(tmp_path / "small", hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=32)
+    monkeypatch.setattr(peers, "models", SimpleNamespace(SMOLLM2=small, load=models.load))
     for name, value in dict(RANK=8, UPDATES=3, EVERY=2, HELD_OUT=2).items():
         monkeypatch.setattr(peers, name, value)
     (tmp_path / "problems.jsonl").write_text("".join(json.dumps({"question": f"What is {i} + 1?", "answer": f"#### {i + 1}"}) + "\n" for i in range(8)))

@@ -125,3 +125,12 @@ def test_sliders_draw_their_defaults_outside_of_any_output_widget_and_again_when
     assert shown == [{"rank": 4, "kind": "rademacher", "count": 3}] and not entered
     rank.value = 5
     assert shown[1:] == [{"rank": 5, "kind": "rademacher", "count": 3}]
+
+
+def test_a_stacks_pieces_lie_on_each_other_in_the_columns_order():
+    data = pd.DataFrame({"weights": [3.0, 1.0], "gradients": [0.5, 2.0]})
+    for horizontal in (False, True):
+        ax = plt.figure().subplots()
+        plots.stacked(ax, data, horizontal)
+        ends = [(p.get_x(), p.get_width()) if horizontal else (p.get_y(), p.get_height()) for p in ax.patches]
+        assert ends == [(0, 3), (0, 1), (3, 0.5), (1, 2)] and ax.get_legend_handles_labels()[1] == ["weights", "gradients"]

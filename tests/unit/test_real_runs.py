@@ -1,23 +1,17 @@
 """The real model's runs: lines differ in their method alone, a run's first updates come out again as recorded, its ledger is what is held, and shipped derived records are used."""
 
 import pytest
-import torch
-import transformers
+from models import small_smollm2
 
 from logra.paper import provenance, real_runs
-from logra.rl import models, runs, train
+from logra.rl import runs, train
 
 
 @pytest.fixture
 def small(tmp_path, monkeypatch):
     """A model of SmolLM2's kind with one narrow layer, in its place; records in a folder of their own."""
-    config = transformers.AutoConfig.from_pretrained(models.smollm2())
-    for name, value in dict(hidden_size=320, intermediate_size=576, num_hidden_layers=1, num_attention_heads=5, num_key_value_heads=1).items():
-        setattr(config, name, value)
-    torch.manual_seed(0)
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "small")
-    transformers.AutoTokenizer.from_pretrained(models.smollm2()).save_pretrained(tmp_path / "small")
-    monkeypatch.setattr(real_runs, "SMOLLM2", str(tmp_path / "small"))
+    shape = dict(hidden_size=320, intermediate_size=576, num_hidden_layers=1, num_attention_heads=5, num_key_value_heads=1)
+    monkeypatch.setattr(real_runs, "SMOLLM2", str(small_smollm2(tmp_path / "small", **shape)))
     monkeypatch.setenv("LOGRA_RECORDS", str(tmp_path / "records"))
 
 
