@@ -24,15 +24,15 @@ from logra.rl.train import Trainer
 
 
 class Timed:
-    """A rollout whose sampling is timed. `given`: batches that are handed out in the place of its own."""
+    """A rollout whose sampling is timed; `seconds` stays the rollout's own, of its last publication. `given`: batches that are handed out in the place of its own."""
 
     def __init__(self, rollout, given: list[Rollout] | None = None):
-        self.rollout, self.given, self.batches, self.tokens, self.seconds = rollout, given, [], 0, 0.0
+        self.rollout, self.given, self.batches, self.tokens, self.sampling = rollout, given, [], 0, 0.0
 
     def generate(self, *arguments) -> Rollout:
         began = time.perf_counter()
         sampled = self.rollout.generate(*arguments)
-        self.seconds += time.perf_counter() - began
+        self.sampling += time.perf_counter() - began
         self.tokens += int(sampled.response_mask.sum())
         self.batches.append(sampled)
         return sampled if self.given is None else self.given[len(self.batches) - 1]
@@ -41,7 +41,7 @@ class Timed:
         return getattr(self.rollout, name)
 
     def speed(self) -> dict:
-        return {"tokens": self.tokens, "seconds": round(self.seconds, 2), "tokens_per_second": round(self.tokens / self.seconds, 1)}
+        return {"tokens": self.tokens, "seconds": round(self.sampling, 2), "tokens_per_second": round(self.tokens / self.sampling, 1)}
 
 
 def trial(model: str, updates: int, prompts: int, budget: float) -> dict:

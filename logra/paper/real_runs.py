@@ -48,12 +48,16 @@ def config(line: str, seed: int, value: float, sizes: Mapping[str, Any], **more)
                      **{"evaluation_resamples": 1000, **sizes, **own, **more})
 
 
+def first(updates: int, line: str, seed: int, value: float, sizes: Mapping[str, Any], **more) -> RunConfig:
+    """The first updates of such a run, without evaluations that anybody would read: what a sweep compares, and ext_equal_memory."""
+    return config(line, seed, value, dict(sizes) | dict(updates=updates, evaluate_every=updates, evaluation_prompts=2, evaluation_resamples=0), **more)
+
+
 def sweep(values: Mapping[str, Sequence[float]], updates: int, seed: int, sizes: Mapping[str, Any]) -> tuple[pd.DataFrame, dict[str, float]]:
     """The first `updates` updates of a run a value of each method, on a seed that no figure uses; and by method the value with the highest
     mean reward over the last of them. A method with a single value is not swept."""
-    short = dict(sizes) | dict(updates=updates, evaluate_every=updates, evaluation_prompts=2, evaluation_resamples=0)
     pairs = [(method, value) for method, chosen in values.items() if len(chosen) > 1 for value in chosen]
-    made = runs.ensure([config(SWEPT[method], seed, value, short) for method, value in pairs])
+    made = runs.ensure([first(updates, SWEPT[method], seed, value, sizes) for method, value in pairs])
     column = "reward, last five updates"
     rows = pd.DataFrame([{"method": method, "setting": learner_runs.SETTINGS[method], "value": value, column: run.metrics["reward"].tail(LATE).mean()}
                          for (method, value), run in zip(pairs, made)], columns=["method", "setting", "value", column])

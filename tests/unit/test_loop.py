@@ -143,6 +143,18 @@ def test_evaluation_counts_what_the_verifier_says(trainer):
     assert row["length"] == pytest.approx(float(out.response_mask.sum()) / 16) and row["samples"] == 16
 
 
+def test_each_layers_sketch_norm_is_recorded_and_their_squares_add_up_to_the_whole(folder, monkeypatch):
+    trainer, seen = Trainer(configured(folder)), {}
+    propose = trainer.method.optimizer.propose
+    monkeypatch.setattr(trainer.method.optimizer, "propose", lambda: seen.update({name: sketch.S_dr.clone() for name, sketch in trainer.method.sketches.items()}) or propose())
+    row = trainer.step()
+    for number in range(trainer.model.config.num_hidden_layers):
+        flat = torch.cat([S_dr.flatten() for name, S_dr in seen.items() if name.startswith(f"model.layers.{number}.")]).double()
+        assert row[f"sketch_norm/model.layers.{number}"] == pytest.approx(float(flat.norm()), rel=1e-12) and flat.norm() > 0
+    of_layers = [value for name, value in row.items() if name.startswith("sketch_norm/")]
+    assert sum(value ** 2 for value in of_layers) == pytest.approx(row["sketch_norm"] ** 2, rel=1e-12) and len(of_layers) == trainer.model.config.num_hidden_layers
+
+
 def test_bfloat16_compute_and_checkpointing_train_float32_weights(folder):
     trainer = Trainer(configured(folder, compute="bfloat16", checkpointing=True, micro_batch=3))
     row = trainer.step()
