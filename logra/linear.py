@@ -278,7 +278,7 @@ class Sketches(Mapping):
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """S ← its mean over `replicas`, once an update: called by `propose`, `norm` and `clip_norm_`, by all ranks alike.
+        """S ← its mean over `replicas`, once an update: called by `propose`, `squares` and `clip_norm_`, by all ranks alike.
 
         Raises RuntimeError where the ranks' weights or projections are not the same.
         """
@@ -294,10 +294,14 @@ class Sketches(Mapping):
         self.reduced = self.update
 
     @torch.no_grad()
+    def squares(self) -> dict[str, float]:
+        """‖S‖² of each matrix, in float64; where sketches are sharded, of this rank's rows."""
+        self.reduce()
+        return {name: float(sketch.S_dr.double().square().sum()) for name, sketch in self.items()}
+
     def norm(self) -> float:
         """‖S‖ over all matrices: what a loop logs as its gradient norm, for E‖S‖² = ‖G‖² and no weight has a `.grad`."""
-        self.reduce()
-        square = sum(float(sketch.S_dr.double().square().sum()) for sketch in self.values())
+        square = sum(self.squares().values())
         return math.sqrt(square if self.shards is None else self.shards.total([square])[0])
 
     @torch.no_grad()

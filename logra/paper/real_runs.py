@@ -1,6 +1,6 @@
 """The runs of a real pretrained model, SmolLM2-135M-Instruct on `rl.chat`'s two tasks, that ext_real_model draws. Their settings stand here once.
 
-    sizes = real_runs.sizes(updates=100, prompts=32, evaluate_every=10, evaluation_prompts=80, max_new_tokens=12)
+    sizes = real_runs.sizes()
     swept, best = real_runs.sweep({"logra": [8e-3, 3.2e-2, 1.28e-1], …}, updates=15, seed=7, sizes=sizes)
     made = real_runs.make(best, seeds=[1, 2], sizes=sizes)              # {"logra-64": [Run, Run], "logra-256": …, "dense": …, "lora": …}
 """
@@ -31,7 +31,7 @@ SWEPT = {"logra": "logra-64", "dense": "dense", "lora": "lora"}          # the l
 LATE = 5                                                                # updates at the end of a sweep's run, whose mean reward decides it
 
 
-def sizes(updates: int, prompts: int, evaluate_every: int, evaluation_prompts: int, max_new_tokens: int) -> dict[str, Any]:
+def sizes(updates: int = 100, prompts: int = 32, evaluate_every: int = 10, evaluation_prompts: int = 80, max_new_tokens: int = 12) -> dict[str, Any]:
     """What all runs share. A schedule's horizon is one and a half times the run, as in the paper (300 against 200)."""
     return dict(updates=updates, prompts=prompts, micro_batch=prompts, evaluate_every=evaluate_every, evaluation_prompts=evaluation_prompts,
                 max_new_tokens=max_new_tokens, schedule_updates=updates * 3 // 2, budget_updates=updates * 3 // 2)

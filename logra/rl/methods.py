@@ -18,17 +18,16 @@ def selected(model, config: RunConfig) -> list[str]:
     return names
 
 
-@torch.no_grad()
-def layer_norms(sketches: logra.Sketches) -> dict[str, float]:
-    """‖S‖ of each layer over its matrices, in float64, by the module name up to the layer's number ("model.layers.3"); of a matrix outside of layers by its
-    own. Sketches that are averaged over ranks have to be so already."""
-    squares: dict[str, float] = {}
-    for name, sketch in sketches.items():
+def norms(sketches: logra.Sketches) -> dict[str, float]:
+    """A row's `sketch_norm`, ‖S‖ over all matrices, and `sketch_norm/<layer>`, over those of a layer, by the module name up to the layer's number
+    ("model.layers.3"); of a matrix outside of layers by its own."""
+    whole, layers = 0.0, {}
+    for name, square in sketches.squares().items():
         numbered = re.match(r".*?\.\d+(?=\.)", name)
-        layer = numbered[0] if numbered else name
-        squares[layer] = squares.get(layer, 0.0) + float(sketch.S_dr.double().square().sum())
-    values = list(squares.values())
-    return dict(zip(squares, map(math.sqrt, values if sketches.shards is None else sketches.shards.total(values))))
+        layer = "sketch_norm/" + (numbered[0] if numbered else name)
+        whole, layers[layer] = whole + square, layers.get(layer, 0.0) + square
+    squares = [whole, *layers.values()]
+    return dict(zip(("sketch_norm", *layers), map(math.sqrt, squares if sketches.shards is None else sketches.shards.total(squares))))
 
 
 class AdamW:
@@ -172,7 +171,7 @@ class LoGRA:
         contexts = logra.Contexts.of_responses(probe.input_ids, probe.attention_mask, probe.response_mask).beginning(config.probe_tokens)
         with timed("update"):
             proposal = self.optimizer.propose()
-            row = {"sketch_norm": sketches.norm()} | {f"sketch_norm/{layer}": norm for layer, norm in layer_norms(sketches).items()}
+            row = norms(sketches)
         with timed("probe"):
             trainer = torch.zeros_like(batch.logprobs).masked_scatter(batch.response_mask, logprobs)
             self.control.observe(batch.logprobs, trainer, batch.response_mask & batch.complete[:, None])
